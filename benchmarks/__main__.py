@@ -1,0 +1,106 @@
+"""``python -m benchmarks [gemm] [epilogue] [calls] [--shapes 1B,8B] [--out DIR] [--quick]``.
+
+Writes ``<table>.json`` to ``--out``, else to ``$OUT``, else to ``benchmarks/results/<device>``,
+prints every row as it is measured and the whole table last. Exits with 1 where a kernel of epicute
+failed or was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import calls, epilogue, gemm
+from benchmarks.harness import LAYERS, Options
+from benchmarks.ours import compile_all
+from benchmarks.provenance import ROOT, Provenance, slug
+from benchmarks.table import Table, render
+from benchmarks.timing import CudaTimer
+from epicute.errors import EpicuteError
+from epicute.models.shapes import SHAPES
+
+TABLES = {"gemm": gemm, "epilogue": epilogue, "calls": calls}
+SHAPES_OF = {"gemm": ("1B", "8B", "70B", "405B"), "epilogue": ("8B", "1B", "70B"), "calls": ()}
+"""Shapes of each table where none are named."""
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("tables", nargs="*", metavar="table", help=f"of {', '.join(TABLES)}; all")
+    parser.add_argument("--out", type=Path, help="folder of the JSON files")
+    parser.add_argument("--quick", action="store_true", help="short slices, three rounds")
+    parser.add_argument("--shapes", type=_list, default=(), help="for example 8B,70B")
+    parser.add_argument("--layers", type=_list, default=LAYERS, help=f"of {','.join(LAYERS)}")
+    parser.add_argument("--quack", action="store_true", help="also time quack's GEMM (see peers)")
+    parser.add_argument("--allow-dirty", action="store_true", help="measure uncommitted changes")
+    given = parser.parse_args(arguments)
+    for name, got, known in (
+        ("table", given.tables, TABLES),
+        ("--shapes", given.shapes, SHAPES),
+        ("--layers", given.layers, LAYERS),
+    ):
+        unknown = [word for word in got if word not in known]
+        if unknown:
+            parser.error(f"{name}: unknown {', '.join(unknown)}; known are {', '.join(known)}")
+    given.tables = given.tables or list(TABLES)
+    return given
+
+
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(word for word in text.split(",") if word)
+
+
+def options_of(given: argparse.Namespace, table: str) -> Options:
+    """What the command line asks of one table."""
+    shapes = given.shapes or SHAPES_OF[table]
+    chosen = Options(shapes=shapes, layers=given.layers, quack=given.quack)
+    return chosen.shortened() if given.quick else chosen
+
+
+def folder_of(given: argparse.Namespace, source: Provenance) -> Path:
+    """Where the JSON goes."""
+    if given.out:
+        return Path(given.out)
+    out = os.environ.get("OUT")
+    return Path(out) if out else ROOT / "benchmarks" / "results" / slug(source.device)
+
+
+def finish(table: Table) -> bool:
+    """Print the table and draw it; whether every kernel of epicute was measured."""
+    print(render(table.content), flush=True)
+    try:
+        from benchmarks.plots import draw
+
+        draw(table.content, table.path.with_suffix(".svg"))
+    except ImportError as error:
+        print(f"no figure: {error}")
+    return all(row["ours_us"] is not None for row in table.rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the tables named."""
+    given = parse(arguments)
+    try:
+        source = Provenance.here(allow_dirty=given.allow_dirty)
+    except EpicuteError as error:
+        print(error, file=sys.stderr)
+        return 2
+    folder = folder_of(given, source)
+    complete = True
+    for name in given.tables:
+        start = time.perf_counter()
+        options = options_of(given, name)
+        compile_all(TABLES[name].kernels(options))
+        table = TABLES[name].table(options, CudaTimer(options.slice_us), source, folder)
+        complete &= finish(table)
+        print(f"{name}: {time.perf_counter() - start:.0f} s, {table.path}\n", flush=True)
+    return 0 if complete else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

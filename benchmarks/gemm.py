@@ -1,0 +1,86 @@
+"""Table ``gemm``: the four projections with a plain store, beside cuBLAS and torch._scaled_mm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks import floors, peers
+from benchmarks.check import checker
+from benchmarks.data import Layer, layers
+from benchmarks.harness import Options, Session, fill
+from benchmarks.ours import kernel, ours, plain_epilogue
+from benchmarks.provenance import Provenance
+from benchmarks.table import Row, Table
+from benchmarks.timing import Run, Timer
+from epicute.gemm import GemmKernel
+
+__all__ = ["PAPER", "kernels", "measure", "table"]
+
+PAPER = (
+    "FuTransformer (arXiv 2610.23796), sections 3.2 and 4.1: projection GEMMs of the shapes of "
+    "table 1"
+)
+
+PEERS = {
+    "bf16": ("cublas-bf16", "quack-gemm"),
+    "fp8": ("scaled-mm-fast", "scaled-mm-precise", "cublas-bf16", "ours-bf16"),
+}
+
+
+def measure(layer: Layer, session: Session) -> list[Row]:
+    """Both rows of one layer: BF16 and FP8 candidates share a session."""
+
+    def view(name: str, tensor: Tensor) -> Tensor:
+        return tensor[layer.rows]
+
+    bf16 = checker({"out": layer.product(layer.x[0], "bf16")}, view)
+    session.add("ours-bf16", partial(plain, layer, "bf16"), bf16)
+    session.add("cublas-bf16", partial(peers.cublas, layer), bf16)
+    if layer.options.quack:
+        session.add("quack-gemm", partial(peers.quack_gemm, layer), bf16)
+    codes, scale = layer.x_rows
+    exact = layer.product(codes[0], "fp8") * scale[layer.rows, None].double()
+    fp8 = checker({"out": exact}, view)
+    session.add("ours-fp8", partial(plain, layer, "fp8"), fp8)
+    session.add("scaled-mm-fast", partial(peers.scaled_mm, layer, fast=True), fp8)
+    session.add("scaled-mm-precise", partial(peers.scaled_mm, layer, fast=False), fp8)
+    session.measure(layer.copies, layer.least_us)
+    return [row(layer, weights, session) for weights in PEERS]
+
+
+def plain(layer: Layer, weights: str) -> Run:
+    """epicute with nothing but scales and a BF16 store behind the product."""
+    x, scale = (layer.x, None) if weights == "bf16" else layer.x_rows
+
+    def operands() -> dict[str, Tensor]:
+        out = {"out": layer.poisoned(layer.M, layer.N, dtype=torch.bfloat16)}
+        return out if scale is None else out | {"scale": scale}
+
+    return ours(layer, plain_epilogue(weights, "row"), weights, x, operands, ("out",))
+
+
+def kernels(options: Options) -> Iterator[GemmKernel]:
+    """Every kernel the table runs."""
+    for layer in layers(options):
+        for weights in PEERS:
+            yield kernel(layer, plain_epilogue(weights, "row"), weights)
+
+
+def row(layer: Layer, weights: str, session: Session) -> Row:
+    """The layer's row for one format of weights."""
+    case = {**layer.case, "weights": weights, "out": "bf16"}
+    size = floors.Gemm(layer.M, layer.N, layer.K, weights)
+    floor = size.floor(layer.M * layer.N * floors.BYTES["bf16"]).us
+    return session.row(case, f"ours-{weights}", {name: name for name in PEERS[weights]}, floor)
+
+
+def table(options: Options, timer: Timer, source: Provenance, folder: Path) -> Table:
+    """Measure every layer and write ``gemm.json`` into ``folder``."""
+    path = folder / "gemm.json"
+    found = Table("gemm", PAPER, options.protocol, floors.SENTENCE, source, path)
+    return fill(found, layers(options), measure, timer, options.rounds)

@@ -1,0 +1,228 @@
+"""A published table: its schema, its file, and how it prints.
+
+    {table, paper, device, driver, torch, dsl, commit, date, protocol, floor,
+     rows: [{case, ours_us, floor_us, peers_us: {name: µs}, error: {norm, worst_row},
+             failed: {name: why}}]}
+
+``failed`` is there only where a candidate failed; ``ours_us`` is null only where ``failed`` says
+why. ``error`` is null only in tables that measure no result. A file is valid after every row, so
+that a run that is cut short keeps its rows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.provenance import Provenance
+from epicute.errors import require
+
+__all__ = ["CASE", "Row", "Table", "geometric_mean", "render", "validate"]
+
+CASE: dict[str, type | tuple[str, ...]] = {
+    "shape": str,
+    "layer": ("qkv", "o", "gate_up", "down"),
+    "M": int,
+    "N": int,
+    "K": int,
+    "weights": ("bf16", "fp8", "int4"),
+    "cache": ("bf16", "fp8", "int4", "qk4pv8"),
+    "batch": int,
+    "length": int,
+    "context": int,
+    "heads": int,
+    "kv_heads": int,
+    "head_dim": int,
+    "causal": bool,
+    "page": int,
+    "qk": ("exact16", "fast8"),
+    "pv": ("direct", "two_level"),
+    "smoothing": str,
+    "accumulate": ("fast", "precise"),
+    "composition": str,
+    "out": str,
+    "mix": str,
+    "variant": str,
+    "group": int,
+}
+"""What a case may say: a type, or the words allowed."""
+
+SIZES = ("M", "N", "K")
+PLAIN = ("shape", "layer", "weights", "composition", "mix", "variant")
+"""Keys whose values speak for themselves."""
+
+HEAD = ("table", "paper", "device", "driver", "torch", "dsl", "commit", "date", "protocol", "floor")
+ROW = ("case", "ours_us", "floor_us", "peers_us", "error")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured case. Times in µs per call; ``failed`` maps a candidate to what went wrong."""
+
+    case: Mapping[str, Any]
+    ours_us: float | None
+    floor_us: float
+    peers_us: Mapping[str, float] = field(default_factory=dict)
+    error: Mapping[str, float] | None = None
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+    def json(self) -> dict[str, Any]:
+        """As it stands in the file."""
+        found: dict[str, Any] = {name: getattr(self, name) for name in ROW}
+        found["case"], found["peers_us"] = dict(self.case), dict(self.peers_us)
+        if self.failed:
+            found["failed"] = dict(self.failed)
+        return found
+
+
+class Table:
+    """Rows of one table, written to ``path`` after every one of them."""
+
+    def __init__(
+        self, name: str, paper: str, protocol: str, floor: str, source: Provenance, path: Path
+    ) -> None:
+        """``name`` and the sentences are the file's; ``source`` says what was measured where."""
+        head = {"table": name, "paper": paper, "protocol": protocol, "floor": floor}
+        head |= asdict(source)
+        self.path = path
+        self.content: dict[str, Any] = {key: head[key] for key in HEAD} | {"rows": []}
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """What was added so far."""
+        return self.content["rows"]
+
+    def add(self, row: Row) -> None:
+        """Append, validate and write."""
+        grown = {**self.content, "rows": [*self.rows, row.json()]}
+        validate(grown)
+        self.content = grown
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.content, indent=1, ensure_ascii=False) + "\n")
+        os.replace(part, self.path)
+        print(line(row.json()), flush=True)
+
+
+def validate(table: Mapping[str, Any]) -> None:
+    """Raise ArgumentError where ``table`` departs from the schema."""
+    _keys("table", table, (*HEAD, "rows"))
+    for key in HEAD:
+        filled = isinstance(table[key], str) and bool(table[key])
+        require(filled, key, repr(table[key]), "a non-empty text", "say it")
+    for index, row in enumerate(table["rows"]):
+        _validate_row(f"rows[{index}]", row)
+
+
+def _validate_row(where: str, row: Mapping[str, Any]) -> None:
+    _keys(where, row, ROW, optional=("failed",))
+    for key, value in row["case"].items():
+        _validate_case(f"{where}.case.{key}", key, value)
+    failed = row.get("failed", {})
+    if row["ours_us"] is None:
+        require("ours" in failed, f"{where}.ours_us", None, "a time", "or say why in failed.ours")
+    else:
+        _number(f"{where}.ours_us", row["ours_us"], positive=True)
+    _number(f"{where}.floor_us", row["floor_us"])
+    for name, time in row["peers_us"].items():
+        _number(f"{where}.peers_us.{name}", time, positive=True)
+        require(name not in failed, f"{where}.peers_us.{name}", "also failed", "one", "keep one")
+    if row["error"] is not None:
+        _keys(f"{where}.error", row["error"], ("norm", "worst_row"))
+        for name, value in row["error"].items():
+            _number(f"{where}.error.{name}", value)
+    for name, why in failed.items():
+        told = isinstance(why, str) and bool(why)
+        require(told, f"{where}.failed.{name}", repr(why), "the error's text", "keep the message")
+
+
+def _validate_case(where: str, key: str, value: Any) -> None:
+    require(key in CASE, where, repr(value), f"one of the keys {tuple(CASE)}", "rename the key")
+    allowed = CASE[key]
+    if isinstance(allowed, tuple):
+        require(value in allowed, where, repr(value), f"one of {allowed}", "use the field's word")
+    else:
+        ok = type(value) is allowed  # True is no count
+        require(ok, where, repr(value), f"a value of type {allowed.__name__}", "convert it")
+
+
+def _keys(
+    where: str, got: Mapping[str, Any], names: tuple[str, ...], optional: tuple[str, ...] = ()
+) -> None:
+    missing, unknown = set(names) - set(got), set(got) - set(names) - set(optional)
+    require(
+        not missing and not unknown,
+        where,
+        f"without {sorted(missing)}, with {sorted(unknown)}",
+        f"exactly the keys {names}",
+        "follow the schema",
+    )
+
+
+def _number(where: str, value: Any, positive: bool = False) -> None:
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    ok = ok and (value > 0 if positive else value >= 0)
+    expected = "a positive finite number" if positive else "a finite number, not negative"
+    require(ok, where, repr(value), expected, "measure again")
+
+
+def geometric_mean(ratios: Iterable[float]) -> float:
+    """Geometric mean of positive ratios; NaN of none."""
+    logs = [math.log(ratio) for ratio in ratios]
+    return math.exp(math.fsum(logs) / len(logs)) if logs else math.nan
+
+
+def label(case: Mapping[str, Any]) -> str:
+    """A case in a few words, in the schema's order; sizes last."""
+    sizes = "×".join(str(case[key]) for key in SIZES if key in case)
+    words = [
+        str(case[key]) if key in PLAIN else f"{key} {case[key]}"
+        for key in CASE
+        if key in case and key not in SIZES
+    ]
+    return " ".join([*words, sizes] if sizes else words)
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """One row as text: time, share of the floor, peers and their ratio to ours, error."""
+    ours, floor = row["ours_us"], row["floor_us"]
+    parts = [f"{label(row['case']):<72}", f"{ours:10.1f} µs" if ours else f"{'failed':>13}"]
+    if ours and floor:
+        parts.append(f"{floor / ours:4.0%} of floor")
+    for name, time in row["peers_us"].items():
+        parts.append(f"{name} {time:.1f}" + (f" ({time / ours:.2f}x)" if ours else ""))
+    if row["error"]:
+        parts.append(f"error {row['error']['norm']:.1e} / {row['error']['worst_row']:.1e}")
+    parts += [f"FAILED {name}: {_short(why)}" for name, why in row.get("failed", {}).items()]
+    return "  ".join(parts)
+
+
+def _short(why: str, most: int = 300) -> str:
+    """Both ends of a message: what it is, and what it ends in."""
+    text = " ".join(why.split())
+    return text if len(text) <= most else f"{text[: most // 3]} … {text[-most * 2 // 3 :]}"
+
+
+def means(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], tuple[float, int]]:
+    """(weights, peer) → geometric mean of peer over ours, and of how many cases."""
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        for name, time in row["peers_us"].items():
+            if row["ours_us"]:
+                key = (row["case"].get("weights", "-"), name)
+                ratios.setdefault(key, []).append(time / row["ours_us"])
+    return {key: (geometric_mean(found), len(found)) for key, found in ratios.items()}
+
+
+def render(table: Mapping[str, Any]) -> str:
+    """The whole table as text, geometric means last."""
+    short = f"{table['table']} on {table['device']}, {table['commit'][:12]}, {table['date']}"
+    lines = [short, *(line(row) for row in table["rows"])]
+    for (weights, peer), (mean, count) in sorted(means(table["rows"]).items()):
+        lines.append(f"geometric mean, {weights} weights, {peer} over ours: {mean:.3f} ({count})")
+    return "\n".join(lines)

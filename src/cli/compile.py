@@ -1,0 +1,84 @@
+"""``epicute compile``: a composition's kernel, its report, and nothing run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from typing import Any
+
+from epicute.cli.expression import DTYPES, composition_in, composition_of
+from epicute.errors import require
+
+__all__ = ["add_arguments", "run"]
+
+EXAMPLE = "Dequantize() >> SwiGLU() >> EmitFP8()"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The problem, the composition, and the schedule where it is not to be chosen."""
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--epilogue", metavar="EXPR", help=f'policies, say "{EXAMPLE}"')
+    what.add_argument("--module", metavar="PATH:NAME", help="a composition of a Python file")
+    parser.add_argument("--n", type=int, required=True, help="output features")
+    parser.add_argument("--k", type=int, required=True, help="reduction depth")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp8"), default="bf16")
+    parser.add_argument("--target", help="sm_90a; by default this machine's GPU, or sm_90a")
+    parser.add_argument("--tile", metavar="MxN", help="rows and packed columns, say 128x256")
+    parser.add_argument("--cluster", metavar="MxN", help="blocks of a cluster, say 2x1")
+    parser.add_argument("--stages", type=int, help="pipeline stages")
+    parser.add_argument("--anyway", action="store_true", help="accept spills and the like")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile and print composition, schedule and report."""
+    import torch
+
+    from epicute.gemm import kernel_for
+    from epicute.jit import Target, compile
+
+    composition = composition_in(args.module) if args.module else composition_of(args.epilogue)
+    problem = {
+        "n": args.n,
+        "k": args.k,
+        "dtype": getattr(torch, DTYPES[args.dtype]),
+        "target": Target.parse(args.target) if args.target else Target.detect(),
+    }
+    kernel = kernel_for(composition, **problem)
+    if changes := _changes(args):
+        schedule = dataclasses.replace(kernel.spec.schedule, **changes)
+        kernel = kernel_for(composition, **problem, schedule=schedule)
+    found = compile(kernel, strict=not args.anyway)
+    print(composition)
+    print()
+    schedule = kernel.spec.schedule
+    print(f"{args.n} x {args.k} {args.dtype} for {problem['target']}: {schedule}")
+    print(found.report)
+    print(f"{'from':<14} {'the compiler' if found.origin == 'compiled' else found.origin}")
+    return 0
+
+
+def _changes(args: argparse.Namespace) -> dict[str, Any]:
+    """What the user says of the schedule."""
+    changes: dict[str, Any] = {}
+    if args.tile:
+        changes["tile_m"], changes["tile_n"] = _pair("tile", args.tile)
+    if args.cluster:
+        changes["cluster_m"], across = _pair("cluster", args.cluster)
+        require(
+            across == 1,
+            "cluster",
+            args.cluster,
+            "a cluster along M, such as 2x1",
+            "write its blocks first",
+        )
+    if args.stages:
+        changes["stages"] = args.stages
+    return changes
+
+
+def _pair(name: str, text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)[x×](\d+)", text)
+    require(found is not None, name, repr(text), "two numbers, as 128x256", "write it so")
+    assert found is not None
+    return int(found[1]), int(found[2])

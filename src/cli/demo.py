@@ -1,0 +1,247 @@
+"""``epicute demo``: fused projections of a real layer, composed, compiled, evaluated and, with a
+GPU, run.
+
+Takes layer 0 of the packaged SmolLM2-135M checkpoint and a real prompt. Every step is public API:
+the compositions are printed, their kernels compiled for sm_90a, every row is evaluated on the CPU
+and compared with float64, and on a GPU the same objects run and are timed. Ends in a table; the
+exit status is 1 if a budget is exceeded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from epicute.cli.layer import Job, LayerSource, jobs_of
+from epicute.errors import UnsupportedError, require
+from epicute.testing import Errors, measure
+
+__all__ = ["PROMPT", "Outcome", "add_arguments", "run"]
+
+PROMPT = (
+    "When the river rose in the spring of 1903, the ferryman's daughter kept a list of everything "
+    "that floated past the landing: two doors, a cradle, 14 barrels marked with the same blue "
+    "star, and, on the third day, a clock that was still running. She wrote the hour beside each "
+    "of them. Years later an engineer who was to build the first bridge asked the town for "
+    "measurements, and nobody had any but her. From the list he worked out how fast the water had "
+    "moved, and how high the arches had to be."
+)
+"""Plain prose of a little over a hundred tokens."""
+
+LEAST_TOKENS = 64
+TIMED_RUNS = 50
+
+Planner = Callable[[Job], Any]
+"""Compiles a job's kernel and returns its ``gemm.Plan``."""
+
+
+@dataclass
+class Outcome:
+    """What one job gave.
+
+    ``cpu`` and ``gpu`` hold the errors of every output; ``cost`` is what the weight and activation
+    format costs against unquantised float64; ``failures`` say which budgets were exceeded.
+    """
+
+    job: Job
+    report: Any = None
+    cpu: dict[str, Errors] = field(default_factory=dict)
+    gpu: dict[str, Errors] = field(default_factory=dict)
+    cost: Errors | None = None
+    microseconds: float | None = None
+    failures: list[str] = field(default_factory=list)
+
+    def judge(self, where: str, outputs: Mapping[str, torch.Tensor]) -> dict[str, Errors]:
+        """Compare every output with its reference; exceeded budgets are added to ``failures``."""
+        found = {}
+        for name, expected in self.job.expected.items():
+            budget = self.job.budgets[name]
+            found[name] = errors = measure(outputs[name], expected, budget.floor)
+            if not errors.within(budget):
+                self.failures.append(
+                    f"{self.job.name}: {name} ({where}): {errors}; allowed {budget}"
+                )
+        return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the demo's options to ``parser``."""
+    parser.add_argument(
+        "--prompt", default=PROMPT, help=f"text of at least {LEAST_TOKENS} tokens to run through"
+    )
+    parser.add_argument("--layer", type=int, default=0, help="decoder layer (default: the first)")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="the GGUF file (default: fetched once and cached)"
+    )
+
+
+def run(
+    args: argparse.Namespace,
+    source: LayerSource | None = None,
+    planner: Planner | None = None,
+) -> int:
+    """Run the demo.
+
+    Args:
+        args: what ``add_arguments`` parsed.
+        source: a checkpoint other than the packaged one.
+        planner: another way to compile a job.
+
+    Returns:
+        0, or 1 where a budget is exceeded.
+
+    Raises:
+        CheckpointError: no checkpoint, and none to be had.
+        ArgumentError: the prompt is too short, or there is no such layer.
+        CompileError: a kernel that must not run.
+    """
+    start = time.perf_counter()
+    source = source or _packaged(args.checkpoint)
+    tokens = len(source.layer_inputs(args.prompt)[0])
+    require(
+        tokens >= LEAST_TOKENS,
+        "prompt",
+        f"{tokens} tokens",
+        f"at least {LEAST_TOKENS}",
+        "give a longer text",
+    )
+    shape = source.config.shape
+    print(
+        f"{shape.name}, layer {args.layer}, {tokens} tokens: hidden {shape.hidden}, "
+        f"{shape.heads}:{shape.kv_heads} heads of {shape.head_dim}, MLP {shape.intermediate}"
+    )
+    outcomes = []
+    for job in jobs_of(source, args.prompt, args.layer):
+        outcomes.append(_play(job, planner or plan_job))
+    print(f"\n{table(outcomes)}\n")
+    failures = [text for outcome in outcomes for text in outcome.failures]
+    for text in failures:
+        print(f"exceeded: {text}")
+    verdict = "a budget was exceeded" if failures else "every row is within its budget"
+    print(f"{verdict}; {time.perf_counter() - start:.0f} s")
+    return 1 if failures else 0
+
+
+def _packaged(path: Path | None) -> LayerSource:
+    from epicute.models.smollm2 import Checkpoint
+
+    return Checkpoint(path) if path else Checkpoint.open()
+
+
+def plan_job(job: Job) -> Any:
+    """Compile the job's kernel for this machine's GPU, or for sm_90a without one."""
+    from epicute.gemm import plan
+
+    return plan(job.composition, job.packed)
+
+
+def _play(job: Job, planner: Planner) -> Outcome:
+    """Compose, compile, evaluate, run: one job from its drawing to its errors."""
+    outcome = Outcome(job)
+    m, n, k = job.problem
+    print(f"\n=== {job.name}: {m} x {n} x {k}, {_dtype(job.x.dtype)} inputs\n")
+    print(job.composition)
+    print(f"row order: {job.packed.order}\n")
+    made = _compiled(job, planner)
+    outcome.report = None if made is None else made.report
+    evaluated = job.composition.evaluate(job.accumulator(), **job.operands)
+    outcome.cpu = outcome.judge("CPU", evaluated)
+    outcome.cost = measure(job.quality(evaluated), job.unquantised)
+    _print_errors("CPU evaluation against float64, every row", job, outcome.cpu)
+    print(f"  cost of the format: {outcome.cost.norm:.2%} against the unquantised layer")
+    if made is not None and torch.cuda.is_available():
+        outputs, outcome.microseconds = _on_gpu(job, made)
+        outcome.gpu = outcome.judge("GPU", outputs)
+        _print_errors("GPU run against float64, every row", job, outcome.gpu)
+        print(f"  {outcome.microseconds:.1f} µs")
+    return outcome
+
+
+def _compiled(job: Job, planner: Planner) -> Any:
+    """The job's plan, its report printed; None where this machine cannot compile or run it."""
+    try:
+        made = planner(job)
+    except UnsupportedError as error:
+        print(f"not compiled: {error}\n")
+        return None
+    print(f"{made.report}\n")
+    return made
+
+
+def _print_errors(title: str, job: Job, found: Mapping[str, Errors]) -> None:
+    print(f"{title}:")
+    for name, errors in found.items():
+        print(f"  {name:<10} {errors}")
+        print(f"  {'':<10} allowed: {job.budgets[name]}")
+
+
+def _on_gpu(job: Job, made: Any) -> tuple[dict[str, torch.Tensor], float]:
+    """Run the plan on the current GPU; its outputs and the median µs of a launch."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    packed = job.packed.to(device)
+    x = job.x.to(device)
+    read = {name: value.to(device) for name, value in job.operands.items()}
+    outputs = job.outputs(device)
+    made.run(x, packed, **{**read, **outputs})
+    torch.cuda.synchronize()
+    kept = {name: value.cpu() for name, value in outputs.items()}
+    times = []
+    for _ in range(TIMED_RUNS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        made.run(x, packed, **{**read, **outputs})
+        end.record()
+        end.synchronize()
+        times.append(1e3 * begin.elapsed_time(end))
+    return kept, sorted(times)[len(times) // 2]
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _worst(found: Mapping[str, Errors]) -> str:
+    if not found:
+        return "-"
+    worst = max(found.values(), key=lambda errors: errors.worst_row)
+    return f"{worst.worst_row:.2g}"
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """The summary: one line per job, aligned."""
+    heads = ("projection", "M x N x K", "registers", "spills", "smem", "worst row CPU", "GPU")
+    lines = [(*heads, "allowed", "format costs", "µs")]
+    for outcome in outcomes:
+        report = outcome.report
+        spills = "-" if report is None else f"{report.spill_stores + report.spill_loads} B"
+        smem = "-" if report is None else f"{(report.shared_memory or 0) / 1024:.0f} KB"
+        allowed = max(b.worst_row for b in outcome.job.budgets.values())
+        lines.append(
+            (
+                outcome.job.name,
+                " x ".join(map(str, outcome.job.problem)),
+                "-" if report is None else str(report.registers),
+                spills,
+                smem,
+                _worst(outcome.cpu),
+                _worst(outcome.gpu),
+                f"{allowed:.2g}",
+                "-" if outcome.cost is None else f"{outcome.cost.norm:.1%}",
+                "-" if outcome.microseconds is None else f"{outcome.microseconds:.1f}",
+            )
+        )
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    text = [
+        "  ".join(
+            c.ljust(w) if i == 0 else c.rjust(w)
+            for i, (c, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    ]
+    return "\n".join([text[0], "-" * len(text[0]), *text[1:]])

@@ -1,0 +1,213 @@
+"""The kernel's table: the registers of one thread. Imports the DSL.
+
+Raw values are lists of lanes (DSL scalars or Python constants); a list of one lane is broadcast. An operation runs once
+for each distinct combination of registers, so a row's factor is computed once and not once per column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import log2, pi
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, cute
+from cutlass._mlir.dialects import llvm
+
+from epicute.epilogues.values import Table
+
+__all__ = ["DSL_OPERATIONS", "keep", "lanes_of", "opaque", "pack_words", "pure_asm", "select"]
+
+LOG2_E = log2(2.718281828459045)
+
+TWO_PI = (6.28125, 0.0019353071693331003, 1.0253376273028358e-11)
+"""2π in three parts, subtracted one after the other: the first difference is exact for angles below 2**22."""
+
+
+def pure_asm(text: str, constraints: str, result: Any, *arguments: Any) -> Any:
+    """One PTX instruction (or block) without side effects, which the compiler may drop, move and merge."""
+    values = [a.ir_value() for a in arguments]
+    return result(
+        llvm.inline_asm(
+            result.mlir_type,
+            values,
+            text,
+            constraints,
+            has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
+
+
+def _unary(instruction: str) -> Callable[[Any], Any]:
+    return lambda x: pure_asm(f"{instruction} $0, $1;", "=f,f", Float32, Float32(x))
+
+
+def _binary(instruction: str) -> Callable[[Any, Any], Any]:
+    return lambda a, b: pure_asm(
+        f"{instruction} $0, $1, $2;", "=f,f,f", Float32, Float32(a), Float32(b)
+    )
+
+
+_add = _binary("add.rn.f32")
+_sub = _binary("sub.rn.f32")
+_mul = _binary("mul.rn.f32")
+_exp2 = _unary("ex2.approx.f32")
+_reciprocal_approx = _unary("rcp.approx.f32")
+_rint = _unary("cvt.rni.f32.f32")
+
+
+def _fma(a: Any, b: Any, c: Any) -> Any:
+    arguments = (Float32(a), Float32(b), Float32(c))
+    return pure_asm("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", Float32, *arguments)
+
+
+def select(condition: Any, a: Any, b: Any) -> Any:
+    """``a`` where ``condition``, else ``b``."""
+    if isinstance(condition, bool):
+        return a if condition else b
+    return Float32(cutlass.select_(condition, Float32(a), Float32(b)))
+
+
+def keep(remaining: Any, lane: int, x: Any, otherwise: float) -> Any:
+    """``x`` where ``remaining > lane``, else ``otherwise``. The predicate lives inside, as there are only seven."""
+    text = "{ .reg .pred p; setp.gt.s32 p, $3, $4; selp.f32 $0, $1, $2, p; }"
+    arguments = (Float32(x), Float32(otherwise), Int32(remaining), Int32(lane))
+    return pure_asm(text, "=f,f,f,r,n", Float32, *arguments)
+
+
+def opaque(x: Any) -> Any:
+    """The same integer, which the compiler no longer knows to be equal to any other."""
+    found = llvm.inline_asm(
+        Int32.mlir_type,
+        [x.ir_value()],
+        "mov.b32 $0, $1;",
+        "=r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return Int32(found)
+
+
+def _exp(x: Any) -> Any:
+    return _exp2(_mul(x, LOG2_E))
+
+
+def _sigmoid(x: Any) -> Any:
+    return _reciprocal_approx(_add(_exp2(_mul(x, -LOG2_E)), 1.0))
+
+
+def _tanh(x: Any) -> Any:
+    """Quotient of exponentials; a polynomial near zero, where that one cancels."""
+    size = _unary("abs.f32")(x)
+    e = _exp2(_mul(size, -2 * LOG2_E))
+    far = _binary("div.full.f32")(_sub(1.0, e), _add(1.0, e))
+    sign = _binary("copysign.f32")(x, far)
+    square = _mul(x, x)
+    poly = Float32(62.0 / 2835.0)
+    for coefficient in (-17.0 / 315.0, 2.0 / 15.0, -1.0 / 3.0, 1.0):
+        poly = _fma(poly, square, coefficient)
+    return select(size < Float32(0.25), _mul(x, poly), sign)
+
+
+def _reduced(x: Any) -> Any:
+    """``x`` minus the nearest multiple of 2π, so that the hardware's sine is good to 1e-6."""
+    turns = _rint(_mul(x, 1.0 / (2.0 * pi)))
+    for part in TWO_PI:
+        x = _fma(turns, -part, x)
+    return x
+
+
+def _rounded(to: str, back: str) -> Callable[[Any], Any]:
+    text = f"{{ .reg .b16 h; {to} h, $1; {back} $0, h; }}"
+    return lambda x: pure_asm(text, "=f,f", Float32, Float32(x))
+
+
+_FLOAT8 = """{ .reg .b16 h, l, u; .reg .b32 p; .reg .f32 z; mov.f32 z, 0f00000000;
+cvt.rn.satfinite.e4m3x2.f32 h, z, $1; cvt.rn.f16x2.e4m3x2 p, h; mov.b32 {l, u}, p; cvt.f32.f16 $0, l; }"""
+
+
+def _round_float8(x: Any) -> Any:
+    return pure_asm(_FLOAT8, "=f,f", Float32, Float32(x))
+
+
+def lanes_of(function: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """Lift a function on scalars to lists of lanes with broadcasting, computing equal inputs once."""
+
+    def call(*arguments: Any) -> list[Any]:
+        lists = [a if isinstance(a, list) else [a] for a in arguments]
+        count = max(map(len, lists))
+        done: dict[tuple[int, ...], Any] = {}
+        out = []
+        for i in range(count):
+            lane = [x[i] if len(x) > 1 else x[0] for x in lists]
+            key = tuple(map(id, lane))
+            if key not in done:
+                done[key] = function(*lane)
+            out.append(done[key])
+        return out
+
+    return call
+
+
+def _compare(function: Callable[[Any, Any], Any]) -> Callable[..., list[Any]]:
+    return lanes_of(lambda a, b: Boolean(function(Float32(a), Float32(b))))
+
+
+def _logical_not(a: Any) -> Any:
+    return Boolean(Int32(Boolean(a)) == Int32(0))
+
+
+DSL_OPERATIONS: Table = {
+    "add": lanes_of(_add),
+    "sub": lanes_of(_sub),
+    "mul": lanes_of(_mul),
+    "div": lanes_of(_binary("div.full.f32")),
+    "min": lanes_of(_binary("min.NaN.f32")),
+    "max": lanes_of(_binary("max.NaN.f32")),
+    "lt": _compare(lambda a, b: a < b),
+    "le": _compare(lambda a, b: a <= b),
+    "gt": _compare(lambda a, b: a > b),
+    "ge": _compare(lambda a, b: a >= b),
+    "eq": _compare(lambda a, b: a == b),
+    "ne": _compare(lambda a, b: a != b),
+    "logical_and": lanes_of(lambda a, b: Boolean(a) & Boolean(b)),
+    "logical_or": lanes_of(lambda a, b: Boolean(a) | Boolean(b)),
+    "logical_not": lanes_of(_logical_not),
+    "isnan": lanes_of(lambda x: Boolean(Float32(x) != Float32(x))),
+    "neg": lanes_of(_unary("neg.f32")),
+    "abs": lanes_of(_unary("abs.f32")),
+    "floor": lanes_of(_unary("cvt.rmi.f32.f32")),
+    "exp": lanes_of(_exp),
+    "exp2": lanes_of(_exp2),
+    "log": lanes_of(lambda x: cute.math.log(Float32(x))),
+    "log2": lanes_of(lambda x: cute.math.log2(Float32(x))),
+    "sqrt": lanes_of(_unary("sqrt.rn.f32")),
+    "rsqrt": lanes_of(_unary("rsqrt.approx.f32")),
+    "reciprocal": lanes_of(_unary("rcp.rn.f32")),
+    "sin": lanes_of(lambda x: _unary("sin.approx.f32")(_reduced(x))),
+    "cos": lanes_of(lambda x: _unary("cos.approx.f32")(_reduced(x))),
+    "tanh": lanes_of(_tanh),
+    "sigmoid": lanes_of(_sigmoid),
+    "round_bfloat16": lanes_of(_rounded("cvt.rn.bf16.f32", "cvt.f32.bf16")),
+    "round_float16": lanes_of(_rounded("cvt.rn.f16.f32", "cvt.f32.f16")),
+    "round_float8": lanes_of(_round_float8),
+    "where": lanes_of(select),
+}
+
+
+def pack_words(lanes: list[Any], kind: str) -> list[Any]:
+    """Pack lanes into 32-bit words: two to a word for ``bf16`` and ``f16``, four for ``e4m3``."""
+    per_word = 4 if kind == "e4m3" else 2
+    values = [Float32(x) for x in lanes]
+    values += [values[-1]] * (-len(values) % per_word)
+    if kind != "e4m3":
+        text = f"cvt.rn.{kind}x2.f32 $0, $2, $1;"
+        pairs = zip(values[0::2], values[1::2], strict=True)
+        return [pure_asm(text, "=r,f,f", Int32, a, b) for a, b in pairs]
+    text = """{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1;
+cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; mov.b32 $0, {l, h}; }"""
+    quads = zip(values[0::4], values[1::4], values[2::4], values[3::4], strict=True)
+    return [pure_asm(text, "=r,f,f,f,f", Int32, *quad) for quad in quads]

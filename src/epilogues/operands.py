@@ -1,0 +1,248 @@
+"""Kinds of operands a policy can declare.
+
+A kind says where an operand's elements stand relative to a value of the composition. M is the number of rows, n the
+number of columns of the value the policy sees (N of the whole projection before ``Columns``, the range's width inside).
+
+| kind | shape | one element per |
+|---|---|---|
+| ``Scalar`` | (1,) | call |
+| ``RowVector`` | (n,) | column |
+| ``ColumnVector`` | (M,) | row |
+| ``PerHead`` | (heads,) | head of ``head_dim`` columns |
+| ``HeadVector`` | (length,) | channel of a head, or pair of a head; the same for all heads |
+| ``Matrix`` | (M, n) | value |
+| ``Partials`` | (M, ceil(width / 64)) | 64 columns of a row; arrives as the row's sum, added left to right |
+| ``Slots`` | (M,) int64 | row: where its cells go, negative to skip |
+| ``Output`` | (M, n) | value, written |
+| ``PartialsOutput`` | (M, ceil(n / over)) | group of ``over`` columns, written |
+| ``Maximum`` | (1,) float32 | call; atomic maximum, never reset by the kernel |
+| ``Counter`` | (1,) int64 | call; atomic addition, never reset by the kernel |
+| ``Cells`` | (pages, page_size, heads, head_dim) | cache cell, written where ``Slots`` says |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import torch
+
+from epicute.errors import CompositionError, require
+
+__all__ = [
+    "Cells",
+    "ColumnVector",
+    "Counter",
+    "HeadVector",
+    "Matrix",
+    "Maximum",
+    "Operand",
+    "Output",
+    "Partials",
+    "PartialsOutput",
+    "PerHead",
+    "RowVector",
+    "Scalar",
+    "Slots",
+    "as_operand",
+    "check_declared",
+    "heads_of",
+]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+STORED = (*FLOATS, torch.float8_e4m3fn)
+CELLS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Base of all kinds. ``written`` kinds are outputs; ``shared`` ones keep one name across ``Columns``."""
+
+    written = False
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    dtype: torch.dtype = torch.float32
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        require(
+            self.dtype in self.dtypes,
+            f"{type(self).__name__}.dtype",
+            self.dtype,
+            f"one of {', '.join(map(str, self.dtypes))}",
+            "choose a dtype of that list",
+        )
+
+    def __str__(self) -> str:
+        shown = [
+            f"{f.name}={getattr(self, f.name)}"
+            for f in fields(self)
+            if f.name not in ("dtypes", "shared", "dtype")
+        ]
+        return f"{type(self).__name__}({', '.join([*shown, str(self.dtype).split('.')[-1]])})"
+
+
+@dataclass(frozen=True)
+class Scalar(Operand):
+    """One float32 on the device."""
+
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+
+
+@dataclass(frozen=True)
+class RowVector(Operand):
+    """One value per column."""
+
+
+@dataclass(frozen=True)
+class ColumnVector(Operand):
+    """One value per row; integers arrive as float32, exact up to 2**24."""
+
+    dtypes: tuple[torch.dtype, ...] = (*FLOATS, torch.int32, torch.int64)
+    shared: bool = True
+
+
+@dataclass(frozen=True)
+class PerHead(Operand):
+    """One float32 per head of ``head_dim`` columns."""
+
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    head_dim: int = 0
+
+
+@dataclass(frozen=True)
+class HeadVector(Operand):
+    """``length`` values, one per channel (or pair) of a head, the same for every head."""
+
+    length: int = 0
+
+
+@dataclass(frozen=True)
+class Matrix(Operand):
+    """One value per element, read."""
+
+    dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Partials(Operand):
+    """Partial sums over 64 columns each of a tensor with ``width`` columns; delivers each row's sum."""
+
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    width: int = 0
+    shared: bool = True
+
+
+@dataclass(frozen=True)
+class Slots(Operand):
+    """Cache slot of each row: page * page_size + token; negative rows are skipped."""
+
+    dtypes: tuple[torch.dtype, ...] = (torch.int64,)
+    dtype: torch.dtype = torch.int64
+    shared: bool = True
+
+
+@dataclass(frozen=True)
+class Output(Operand):
+    """A matrix the policy writes."""
+
+    written = True
+    dtypes: tuple[torch.dtype, ...] = STORED
+    dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class PartialsOutput(Operand):
+    """One float32 per row and group of ``over`` columns, written."""
+
+    written = True
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    over: int = 64
+
+
+@dataclass(frozen=True)
+class Maximum(Operand):
+    """A running maximum of non-negative float32 values."""
+
+    written = True
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+
+
+@dataclass(frozen=True)
+class Counter(Operand):
+    """A running int64 count."""
+
+    written = True
+    dtypes: tuple[torch.dtype, ...] = (torch.int64,)
+    dtype: torch.dtype = torch.int64
+
+
+@dataclass(frozen=True)
+class Cells(Operand):
+    """A KV cache seen as (pages, page_size, heads, head_dim), channels adjacent; ``slots`` names the rows' slots."""
+
+    written = True
+    dtypes: tuple[torch.dtype, ...] = CELLS
+    dtype: torch.dtype = torch.bfloat16
+    head_dim: int = 0
+    slots: str = "slots"
+
+
+def as_operand(kind: Operand | type[Operand]) -> Operand:
+    """An instance of ``kind``, which may be the bare class."""
+    found = kind() if isinstance(kind, type) and issubclass(kind, Operand) else kind
+    require(
+        isinstance(found, Operand),
+        "operand kind",
+        repr(kind),
+        "Scalar, RowVector, ColumnVector, Matrix, Output, … or an instance of one",
+        "import a kind from epicute.epilogues",
+    )
+    return found
+
+
+SIZES = ("head_dim", "length", "width", "over")
+"""Fields of kinds that say how wide something is; none may be left at 0."""
+
+
+def check_declared(title: str, kinds: Mapping[str, Operand], over: int) -> None:
+    """Refuse operands that the policy ``title``, which reduces over ``over`` columns, cannot have."""
+    for name, kind in kinds.items():
+        for size in SIZES:
+            require(
+                getattr(kind, size, 1) > 0,
+                f"{title}: operand {name!r}",
+                f"{kind}",
+                f"a positive {size}",
+                f"declare {name}={type(kind).__name__}({size}=…)",
+                CompositionError,
+            )
+        require(
+            not isinstance(kind, PartialsOutput) or kind.over == over,
+            f"{title}: operand {name!r}",
+            f"{kind} in a policy that reduces over {over} columns",
+            "one value per group of the policy",
+            "give the policy and the operand the same over",
+            CompositionError,
+        )
+        require(
+            not isinstance(kind, Cells) or isinstance(kinds.get(kind.slots), Slots),
+            f"{title}: operand {name!r}",
+            f"{kind} without an operand {getattr(kind, 'slots', '')!r}",
+            "the slots of its rows",
+            f"declare {getattr(kind, 'slots', '')}=Slots",
+            CompositionError,
+        )
+
+
+def heads_of(kinds: Mapping[str, Operand]) -> int:
+    """Width of the heads that operands speak of, 0 where none does."""
+    found = {k.head_dim for k in kinds.values() if isinstance(k, (PerHead, Cells))}
+    require(
+        len(found) <= 1,
+        "operands",
+        f"heads of {' and of '.join(map(str, sorted(found)))}",
+        "one head dimension in a policy",
+        "give all of them the same head_dim",
+        CompositionError,
+    )
+    return found.pop() if found else 0

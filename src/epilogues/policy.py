@@ -1,0 +1,385 @@
+"""Policies: frozen values with one body that two interpreters run.
+
+``Elementwise`` sees a value at a time, ``Pairwise`` two that belong together, ``Reducing`` sees all columns of a group
+at once and may ask for their sum, and a ``Tap`` writes. The decorators ``policy``, ``pairwise``, ``reducing`` and
+``tap`` make one from a plain function; a class does when operands depend on fields.
+
+    @policy(bias=RowVector)
+    def add_bias(x, ctx):
+        return x + ctx.bias
+
+    @policy
+    def soft_cap(x, ctx, *, cap: float):
+        return cap * ctx.tanh(x / cap)
+
+    fused = Dequantize() >> add_bias() >> soft_cap(cap=30.0) >> Store(torch.bfloat16)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from epicute.epilogues.operands import Operand, as_operand
+from epicute.epilogues.values import OPERATIONS, Value
+from epicute.errors import ArgumentError, CompositionError, require
+from epicute.jit.source import source_digest
+
+if TYPE_CHECKING:
+    import torch
+
+    from epicute.epilogues.composition import Composition
+    from epicute.epilogues.context import Context
+
+__all__ = [
+    "Elementwise",
+    "Pairwise",
+    "Policy",
+    "Reducing",
+    "Tap",
+    "pairwise",
+    "policy",
+    "reducing",
+    "tap",
+]
+
+Result = Value | tuple[Value, Value] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Base of all policies. ``name`` prefixes the operand names, so that a policy can stand twice in a composition."""
+
+    head_dim = 0
+    """Width of the heads the policy works on; 0 where it does not know heads. A subclass may make it a field."""
+
+    rotary_dim = 0
+    """Channels of a head that a ``Pairwise`` pairs, from the first."""
+
+    name: str = ""
+
+    @property
+    def operands(self) -> Mapping[str, Operand]:
+        """Operand names, as the body spells them, and their kinds."""
+        return {}
+
+    @property
+    def title(self) -> str:
+        """How the policy is called in drawings and errors."""
+        return type(self).__name__
+
+    @property
+    def writes(self) -> bool:
+        """Whether any operand is written."""
+        return any(kind.written for kind in self.operands.values())
+
+    def operand_name(self, local: str) -> str:
+        """The name under which ``run`` and ``evaluate`` bind the operand."""
+        return f"{self.name}_{local}" if self.name else local
+
+    def settings(self) -> tuple[tuple[str, Any], ...]:
+        """The fields that differ from nothing: what a drawing shows and the compile key holds."""
+        return tuple((f.name, getattr(self, f.name)) for f in fields(self))
+
+    def key(self) -> tuple[Any, ...]:
+        """Share of the compile key: class, fields and source of the body."""
+        declared = {f.name for f in fields(self)}
+        bodies = {
+            name: _member(member)
+            for owner in reversed(type(self).__mro__)
+            if owner is not object and owner not in BASES
+            for name, member in vars(owner).items()
+            if name not in declared and not name.startswith("__")
+        }
+        operands = tuple((n, type(k).__name__, str(k)) for n, k in sorted(self.operands.items()))
+        return (self.title, self.settings(), operands, tuple(sorted(bodies.items())))
+
+    def __rshift__(self, other: Policy | Composition) -> Composition:
+        """``self`` first, then ``other``."""
+        from epicute.epilogues.composition import compose
+
+        return compose(self, other)
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{n}={_show(v)}" for n, v in self.settings() if v not in ("", None))
+        return f"{self.title}({shown})"
+
+
+def _member(member: Any) -> Any:
+    """What a class's attribute adds to the key: the source of a method or property, the value of a constant."""
+    if isinstance(member, property):
+        member = member.fget
+    elif isinstance(member, (staticmethod, classmethod)):
+        member = member.__func__
+    elif isinstance(member, cached_property):
+        member = member.func
+    return source_digest(member) if callable(member) else member
+
+
+def _show(value: Any) -> str:
+    return str(value).removeprefix("torch.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elementwise(Policy):
+    """Maps each value on its own."""
+
+    def apply(self, x: Value, ctx: Context) -> Value:
+        """The body: ``x`` and the operands in ``ctx`` to the new value."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairwise(Policy):
+    """Maps two values that belong together.
+
+    ``pairs`` is ``"halves"`` (column j with j + n/2, or inside each head where ``head_dim`` is set) or
+    ``"interleaved"`` (columns 2j and 2j + 1, inside heads). A body that returns one value consumes the pair and halves
+    the columns (``consumes``); one that returns two keeps both.
+    """
+
+    @property
+    def pairs(self) -> str:
+        """``"halves"`` or ``"interleaved"``."""
+        return "halves"
+
+    @property
+    def consumes(self) -> bool:
+        """Whether the two columns become one."""
+        return True
+
+    def apply(self, first: Value, second: Value, ctx: Context) -> Value | tuple[Value, Value]:
+        """The body."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reducing(Policy):
+    """Sees ``over`` adjacent columns of a row together: ``ctx.total(v)`` and ``ctx.largest(v)`` reduce over them.
+
+    Every quad lane adds its own columns in ascending order, then lanes combine as (0 + 1) + (2 + 3).
+    """
+
+    @property
+    def over(self) -> int:
+        """Columns of a group."""
+        raise NotImplementedError
+
+    def apply(self, x: Value, ctx: Context) -> Value:
+        """The body."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tap(Reducing):
+    """Writes with ``ctx.store``, ``ctx.partials``, ``ctx.record_max``, ``ctx.count``, ``ctx.place`` and passes on."""
+
+    @property
+    def over(self) -> int:
+        """Columns of a group; 0 where the body reduces nothing."""
+        return 0
+
+    @property
+    def keeps(self) -> torch.dtype | None:
+        """The dtype in which the tap stores the value, without a scale; None where it does not."""
+        return None
+
+
+BASES = (Policy, Elementwise, Pairwise, Reducing, Tap)
+
+
+class _FromFunction:
+    """A policy whose body is a user's function; mixed into one of the classes above."""
+
+    function: Callable[..., Any]
+    parameters: tuple[tuple[str, Any], ...]
+    kinds: tuple[tuple[str, Operand], ...]
+
+    @property
+    def operands(self) -> Mapping[str, Operand]:
+        return dict(self.kinds)
+
+    @property
+    def title(self) -> str:
+        return self.function.__name__
+
+    def settings(self) -> tuple[tuple[str, Any], ...]:
+        name: str = self.name  # type: ignore[attr-defined]
+        return (*self.parameters, *((("name", name),) if name else ()))
+
+    def key(self) -> tuple[Any, ...]:
+        operands = tuple((n, type(k).__name__, str(k)) for n, k in sorted(self.kinds))
+        role = type(self).__name__
+        return (role, self.title, self.settings(), operands, source_digest(self.function))
+
+    def apply(self, *arguments: Any) -> Any:
+        return self.function(*arguments, **dict(self.parameters))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionElementwise(_FromFunction, Elementwise):
+    """``@policy``."""
+
+    function: Callable[..., Any]
+    parameters: tuple[tuple[str, Any], ...] = ()
+    kinds: tuple[tuple[str, Operand], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionPairwise(_FromFunction, Pairwise):
+    """``@pairwise``."""
+
+    function: Callable[..., Any]
+    parameters: tuple[tuple[str, Any], ...] = ()
+    kinds: tuple[tuple[str, Operand], ...] = ()
+    pairing: str = "halves"
+    keeps: bool = False
+    head_dim: int = 0
+
+    @property
+    def pairs(self) -> str:
+        return self.pairing
+
+    @property
+    def consumes(self) -> bool:
+        return not self.keeps
+
+    @property
+    def rotary_dim(self) -> int:  # type: ignore[override]
+        return self.head_dim
+
+    def settings(self) -> tuple[tuple[str, Any], ...]:
+        extra = (("pairs", self.pairing), ("keeps", self.keeps), ("head_dim", self.head_dim))
+        return (*super().settings(), *extra)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionReducing(_FromFunction, Reducing):
+    """``@reducing``."""
+
+    function: Callable[..., Any]
+    parameters: tuple[tuple[str, Any], ...] = ()
+    kinds: tuple[tuple[str, Operand], ...] = ()
+    group: int = 64
+
+    @property
+    def over(self) -> int:
+        return self.group
+
+    def settings(self) -> tuple[tuple[str, Any], ...]:
+        return (*super().settings(), ("over", self.group))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionTap(_FromFunction, Tap):
+    """``@tap``."""
+
+    function: Callable[..., Any]
+    parameters: tuple[tuple[str, Any], ...] = ()
+    kinds: tuple[tuple[str, Operand], ...] = ()
+    group: int = 0
+
+    @property
+    def over(self) -> int:
+        return self.group
+
+    def settings(self) -> tuple[tuple[str, Any], ...]:
+        return (*super().settings(), ("over", self.group))
+
+
+def _parameters(function: Callable[..., Any], leading: int) -> dict[str, inspect.Parameter]:
+    """The keyword-only parameters of a body; refuses any other signature."""
+    found = list(inspect.signature(function).parameters.values())
+    shape = "(first, second, ctx" if leading == 3 else "(x, ctx"
+    require(
+        len(found) >= leading
+        and all(p.kind is p.POSITIONAL_OR_KEYWORD for p in found[:leading])
+        and all(p.kind is p.KEYWORD_ONLY and p.name != "name" for p in found[leading:]),
+        f"{function.__name__}",
+        f"signature {inspect.signature(function)}",
+        f"{shape}, *, field=…)",
+        "make every field keyword-only, and call none of them name",
+        CompositionError,
+    )
+    return {p.name: p for p in found[leading:]}
+
+
+def _factory(cls: Any, function: Callable[..., Any], kinds: Mapping[str, Any], extra: Any) -> Any:
+    known = _parameters(function, 3 if cls is FunctionPairwise else 2)
+    operands = tuple((n, as_operand(k)) for n, k in kinds.items())
+    for n, kind in operands:
+        require(
+            n not in OPERATIONS and n not in RESERVED,
+            f"{function.__name__}: operand",
+            n,
+            "a name that is no operation of ctx",
+            f"rename it, e.g. {n}_values",
+            CompositionError,
+        )
+        del kind
+
+    def make(*, name: str = "", **given: Any) -> Policy:
+        for field in given:
+            if field not in known:
+                raise ArgumentError(
+                    f"{function.__name__}: got field {field!r}, expected "
+                    f"{', '.join(known) or 'none'}. Fix: check the spelling"
+                )
+        values = {n: given.get(n, p.default) for n, p in known.items()}
+        for n, value in values.items():
+            require(
+                value is not inspect.Parameter.empty,
+                f"{function.__name__}: {n}",
+                "nothing",
+                "a value",
+                f"call {function.__name__}({n}=…)",
+            )
+        return cls(
+            function=function,
+            parameters=tuple(sorted(values.items())),
+            kinds=operands,
+            name=name,
+            **extra,
+        )
+
+    make.__name__ = make.__qualname__ = function.__name__
+    make.__doc__ = function.__doc__
+    make.__wrapped__ = function  # type: ignore[attr-defined]
+    return make
+
+
+RESERVED = frozenset(
+    (
+        *("total", "largest", "as_kept"),
+        *("store", "partials", "record_max", "count", "place", "placed"),
+    )
+)
+
+
+def policy(function: Any = None, **kinds: Any) -> Any:
+    """Make an elementwise policy of ``body(x, ctx, *, field=…)``; keyword arguments declare operands."""
+    if function is not None:
+        return _factory(FunctionElementwise, function, {}, {})
+    return lambda body: _factory(FunctionElementwise, body, kinds, {})
+
+
+def pairwise(*, pairs: str = "halves", keeps: bool = False, head_dim: int = 0, **kinds: Any) -> Any:
+    """Make a pairwise policy of ``body(first, second, ctx, *, field=…)``; see ``Pairwise``."""
+    require(
+        pairs in ("halves", "interleaved"), "pairs", pairs, "'halves' or 'interleaved'", "name one"
+    )
+    extra = {"pairing": pairs, "keeps": keeps, "head_dim": head_dim}
+    return lambda body: _factory(FunctionPairwise, body, kinds, extra)
+
+
+def reducing(*, over: int, **kinds: Any) -> Any:
+    """Make a reducing policy of ``body(x, ctx, *, field=…)`` over groups of ``over`` columns; see ``Reducing``."""
+    return lambda body: _factory(FunctionReducing, body, kinds, {"group": over})
+
+
+def tap(*, over: int = 0, **kinds: Any) -> Any:
+    """Make a tap of ``body(x, ctx, *, field=…)``; what it returns is passed on, None passes ``x``."""
+    return lambda body: _factory(FunctionTap, body, kinds, {"group": over})

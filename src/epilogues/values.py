@@ -1,0 +1,131 @@
+"""What a policy computes on: values whose arithmetic an interpreter supplies.
+
+A ``Value`` wraps raw data and the interpreter's table of operations. The NumPy interpreter wraps float32 arrays, the
+kernel wraps the registers of one thread. Both tables have exactly the keys of ``OPERATIONS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from epicute.errors import CompositionError
+
+__all__ = ["OPERATIONS", "Table", "Value"]
+
+OPERATIONS: Mapping[str, int] = {
+    **dict.fromkeys(("add", "sub", "mul", "div", "min", "max"), 2),
+    **dict.fromkeys(("lt", "le", "gt", "ge", "eq", "ne", "logical_and", "logical_or"), 2),
+    **dict.fromkeys(("neg", "abs", "logical_not", "isnan", "floor"), 1),
+    **dict.fromkeys(("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "reciprocal"), 1),
+    **dict.fromkeys(("sin", "cos", "tanh", "sigmoid"), 1),
+    **dict.fromkeys(("round_bfloat16", "round_float16", "round_float8"), 1),
+    "where": 3,
+}
+"""Operation name to number of arguments. ``min`` and ``max`` pass NaN on. ``reciprocal`` is correctly rounded;
+``round_*`` round once to the nearest value of the type, ties to even, and ``round_float8`` saturates at 448 and keeps
+NaN."""
+
+Table = Mapping[str, Callable[..., Any]]
+
+
+def _raw(x: Any) -> Any:
+    return x.raw if isinstance(x, Value) else x
+
+
+class Value:
+    """Float32 values (or truth values after a comparison); all arithmetic is elementwise with broadcasting."""
+
+    __slots__ = ("raw", "table")
+
+    def __init__(self, raw: Any, table: Table) -> None:
+        self.raw = raw
+        self.table = table
+
+    def _do(self, name: str, *arguments: Any) -> Value:
+        return Value(self.table[name](*map(_raw, arguments)), self.table)
+
+    def __add__(self, other: Any) -> Value:
+        return self._do("add", self, other)
+
+    def __radd__(self, other: Any) -> Value:
+        return self._do("add", other, self)
+
+    def __sub__(self, other: Any) -> Value:
+        return self._do("sub", self, other)
+
+    def __rsub__(self, other: Any) -> Value:
+        return self._do("sub", other, self)
+
+    def __mul__(self, other: Any) -> Value:
+        return self._do("mul", self, other)
+
+    def __rmul__(self, other: Any) -> Value:
+        return self._do("mul", other, self)
+
+    def __truediv__(self, other: Any) -> Value:
+        return self._do("div", self, other)
+
+    def __rtruediv__(self, other: Any) -> Value:
+        return self._do("div", other, self)
+
+    def __neg__(self) -> Value:
+        return self._do("neg", self)
+
+    def __abs__(self) -> Value:
+        return self._do("abs", self)
+
+    def __lt__(self, other: Any) -> Value:
+        return self._do("lt", self, other)
+
+    def __le__(self, other: Any) -> Value:
+        return self._do("le", self, other)
+
+    def __gt__(self, other: Any) -> Value:
+        return self._do("gt", self, other)
+
+    def __ge__(self, other: Any) -> Value:
+        return self._do("ge", self, other)
+
+    def __eq__(self, other: Any) -> Value:  # type: ignore[override]
+        return self._do("eq", self, other)
+
+    def __ne__(self, other: Any) -> Value:  # type: ignore[override]
+        return self._do("ne", self, other)
+
+    def __and__(self, other: Any) -> Value:
+        return self._do("logical_and", self, other)
+
+    def __or__(self, other: Any) -> Value:
+        return self._do("logical_or", self, other)
+
+    def __invert__(self) -> Value:
+        return self._do("logical_not", self)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __bool__(self) -> bool:
+        raise CompositionError(
+            "policy body: got a branch on a value, expected straight-line arithmetic. "
+            "Fix: choose with ctx.where(condition, a, b)"
+        )
+
+    def __float__(self) -> float:
+        raise CompositionError(
+            "policy body: got a conversion of a value to a Python float, expected arithmetic on values. "
+            "Fix: keep constants in the policy's fields and use ctx.exp, ctx.tanh, … instead of math"
+        )
+
+
+def operation(table: Table, name: str) -> Callable[..., Value]:
+    """``name`` of ``table`` as a function on values."""
+
+    def call(*arguments: Any) -> Value:
+        if len(arguments) != OPERATIONS[name]:
+            raise CompositionError(
+                f"ctx.{name}: got {len(arguments)} arguments, expected {OPERATIONS[name]}. "
+                "Fix: see epicute.epilogues.values.OPERATIONS"
+            )
+        return Value(table[name](*map(_raw, arguments)), table)
+
+    return call

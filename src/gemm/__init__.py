@@ -1,0 +1,22 @@
+"""D = epilogue(A · Bᵀ): Hopper GEMM with composed epilogues."""
+
+from epicute.gemm.explain import explain
+from epicute.gemm.linear import linear
+from epicute.gemm.plan import Plan, align_rows, plan
+from epicute.gemm.schedule import Problem, Schedule, choose, shared_memory
+from epicute.gemm.spec import GemmKernel, GemmSpec, kernel_for
+
+__all__ = [
+    "GemmKernel",
+    "GemmSpec",
+    "Plan",
+    "Problem",
+    "Schedule",
+    "align_rows",
+    "choose",
+    "explain",
+    "kernel_for",
+    "linear",
+    "plan",
+    "shared_memory",
+]

@@ -1,0 +1,444 @@
+"""Runs a composition on an accumulator. Imports the DSL.
+
+Each consumer thread walks its tile unit by unit and row by row: it gathers the lanes it holds of one row of a unit, in
+logical order, and hands them through the steps of the unit's range. Everything is unrolled; only the choice of the
+range, where there are several, is made at run time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import torch
+from cutlass import Boolean, Float32, Int32, Int64, cute
+
+from epicute.epilogues.context import Context, run_body
+from epicute.epilogues.dsl import DSL_OPERATIONS, keep, opaque, select
+from epicute.epilogues.operands import (
+    Cells,
+    ColumnVector,
+    Counter,
+    HeadVector,
+    Matrix,
+    Maximum,
+    Operand,
+    Partials,
+    PerHead,
+    RowVector,
+    Scalar,
+)
+from epicute.epilogues.policy import Pairwise
+from epicute.epilogues.resolve import Domain, Resolved, Step
+from epicute.epilogues.values import Value
+from epicute.gemm.arguments import ArgumentLayout, OperandSpec
+from epicute.gemm.memory import (
+    load_global,
+    load_shared,
+    load_some,
+    store_global,
+    store_word_if,
+)
+from epicute.gemm.stage_plan import StagePlan
+from epicute.gemm.staging import when
+
+__all__ = ["Driver", "Tile", "TileState"]
+
+INFINITY = float("inf")
+
+
+class TileState:
+    """What a consumer thread keeps across tiles: scalars, and its share of maxima and counters."""
+
+    def __init__(self, layout: ArgumentLayout, arguments: Any) -> None:
+        self.scalars: dict[str, Any] = {}
+        self.maxima: dict[str, Any] = {}
+        self.counters: dict[str, Any] = {}
+        self._layout = layout
+        self._arguments = arguments
+        for spec in layout.operands:
+            if isinstance(spec.kind, Scalar):
+                address = arguments[spec.at("address")]
+                self.scalars[spec.name] = load_global(torch.float32, address)[0]
+            elif isinstance(spec.kind, Maximum):
+                self.maxima[spec.name] = cute.make_rmem_tensor(1, Float32)
+                self.maxima[spec.name][0] = Float32(0.0)
+            elif isinstance(spec.kind, Counter):
+                self.counters[spec.name] = cute.make_rmem_tensor(1, Int32)
+                self.counters[spec.name][0] = Int32(0)
+
+    def flush(self, lane: Any) -> None:
+        """Add the warp's share to the maxima and counters in memory."""
+        for name, register in self.maxima.items():
+            bits = cute.arch.warp_redux_sync(register[0].bitcast(Int32), "max")
+            address = self._arguments[self._layout[name].at("address")]
+            raise_maximum(address, bits, (lane == 0) & (bits > 0))
+        for name, register in self.counters.items():
+            total = cute.arch.warp_redux_sync(register[0], "add")
+            address = self._arguments[self._layout[name].at("address")]
+            add_count(address, Int64(total), (lane == 0) & (total > 0))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What the epilogue of one tile needs: arguments, thread state, the staged buffer and the tile's place."""
+
+    arguments: Any
+    state: TileState
+    floats: Any
+    integers: Any
+    m: Any
+    n: Any
+
+
+class Driver:
+    """Device code of the epilogue for one composition, tile and operand layout."""
+
+    def __init__(
+        self, resolved: Resolved, layout: ArgumentLayout, tile_m: int, tile_n: int
+    ) -> None:
+        self.resolved = resolved
+        self.layout = layout
+        self.plan = StagePlan(resolved)
+        self.tile_m, self.tile_n = tile_m, tile_n
+        self.unit = resolved.order.unit
+        self.units = tile_n // self.unit
+
+    def run(self, acc: Any, tile: Tile, thread: Any) -> None:
+        """Apply the composition to a tile.
+
+        ``acc``: the thread's accumulators, 64 rows of ``tile_n`` columns for each 128 tile rows. ``thread``: among the
+        two consumer warpgroups.
+        """
+        total = sum(span.units for span in self.resolved.ranges)
+        whole = len(self.resolved.ranges) == 1 and total % self.units == 0
+        for u in range(self.units):
+            unit = tile.n * self.units + u
+            for r, span in enumerate(self.resolved.ranges):
+                index = unit - span.first_unit
+
+                def body(r: int = r, u: int = u, index: Any = index) -> None:
+                    self._unit(acc, tile, r, u, index, thread)
+
+                if whole:
+                    body()
+                else:
+                    when((index >= 0) & (index < span.units), body)
+
+    def _unit(self, acc: Any, tile: Tile, r: int, u: int, index: Any, thread: Any) -> None:
+        group, within = thread // 128, thread % 128
+        for block in range(self.tile_m // 128):
+            for half in range(2):
+                row = block * 128 + group * 64 + within // 32 * 16 + within % 32 // 4 + 8 * half
+                place = Place(self, tile, r, u, index, row, thread % 4)
+                first = block * (self.tile_n // 2) + u * (self.unit // 8) * 4 + 2 * half
+                for part in self.resolved.ranges[r].blocks:
+                    lanes = [
+                        acc[first + 4 * b + e]
+                        for p in part.pieces
+                        for b in p.blocks
+                        for e in (0, 1)
+                    ]
+                    for i, step in enumerate(part.steps):
+                        lanes = self._step(step, lanes, place, i == len(part.steps) - 1)
+
+    def _step(self, step: Step, lanes: list[Any], place: Place, last: bool) -> list[Any]:
+        if not isinstance(step.policy, Pairwise):
+            ctx = KernelContext(step, step.domain, place, last)
+            out = run_body(ctx, Value(lanes, DSL_OPERATIONS))
+            return lanes if out is None else _widen(out.raw, len(lanes))
+        split = step.split
+        assert split is not None
+        ctx = KernelContext(step, split.domain, place, last)
+        if not split.first:
+            return lanes
+        pair = [Value([lanes[i] for i in s], DSL_OPERATIONS) for s in (split.first, split.second)]
+        out = run_body(ctx, *pair)
+        if isinstance(out, Value):
+            return _widen(out.raw, len(split.first))
+        found = list(lanes)
+        for positions, value in zip((split.first, split.second), out, strict=True):
+            for i, lane in zip(positions, _widen(value.raw, len(positions)), strict=True):
+                found[i] = lane
+        return found
+
+
+def _widen(raw: list[Any], count: int) -> list[Any]:
+    return raw if len(raw) == count else raw * count
+
+
+class Place:
+    """Where a thread is: unit, row and quad lane, and the tile's buffers."""
+
+    def __init__(
+        self, driver: Driver, tile: Tile, r: int, u: int, index: Any, tile_row: Any, lane: Any
+    ) -> None:
+        self.driver, self.arguments, self.state = driver, tile.arguments, tile.state
+        self.floats, self.integers = tile.floats, tile.integers
+        self.columns = driver.plan.columns[r]
+        self.u, self.index = u, index
+        # Unknown to be the same in every row, or the compiler keeps all addresses of a unit alive for the next row.
+        self.lane = opaque(Int32(lane))
+        self.tile_row = tile_row
+        self.row = tile.m * driver.tile_m + tile_row
+        rows = Int32(tile.arguments[2])
+        self.live = self.row < rows
+        self.safe_row = Int32(cutlass.select_(self.live, self.row, rows - Int32(1)))
+        self._read: dict[str, Any] = {}
+
+    def row_value(self, name: str) -> Any:
+        """A staged row operand."""
+        if name not in self._read:
+            plan, tile_m = self.driver.plan, self.driver.tile_m
+            self._read[name] = self.floats[plan.rows[name] * tile_m + self.tile_row]
+        return self._read[name]
+
+    def cell(self, name: str) -> Any:
+        """Byte offset of the row's cell, negative where it has none."""
+        if name not in self._read:
+            plan, tile_m = self.driver.plan, self.driver.tile_m
+            self._read[name] = self.integers[plan.cells[name][0] * tile_m + self.tile_row]
+        return self._read[name]
+
+    def column_values(self, name: str, groups: tuple[tuple[int, int], ...]) -> list[Any]:
+        """A staged column operand at the lanes of ``groups``."""
+        plan = self.driver.plan
+        operand = self.columns[name]
+        base = len(plan.rows) * self.driver.tile_m + self.u * plan.region + operand.offset
+        if isinstance(operand.kind, PerHead):
+            return self._per_head(base, operand.kind.head_dim, groups)
+        found = []
+        for slot, lanes in groups:
+            at = Int32(base + slot) + self.lane * lanes
+            found += load_shared(self.floats, at, lanes, min(16, 4 * lanes))
+        return found
+
+    def _per_head(self, base: int, head_dim: int, groups: tuple[tuple[int, int], ...]) -> list[Any]:
+        heads: dict[int, Any] = {}
+        found = []
+        for slot, lanes in groups:
+            head = slot // head_dim
+            if head not in heads:
+                heads[head] = self.floats[base + head]
+            found += [heads[head]] * lanes
+        return found
+
+
+class KernelContext(Context):
+    """A policy's view of one thread's lanes of one row of a unit."""
+
+    def __init__(self, step: Step, domain: Domain, place: Place, last: bool) -> None:
+        super().__init__(step.policy, DSL_OPERATIONS, step.kept)
+        self._step, self._domain, self._place_at, self._last = step, domain, place, last
+        self._cache: dict[str, Any] = {}
+        self._origins: dict[int, Any] = {}
+
+    def _read(self, name: str, kind: Operand) -> Any:
+        if name not in self._cache:
+            self._cache[name] = self._fetch(self._step.names[name], kind)
+        return self._cache[name]
+
+    def _fetch(self, bound: str, kind: Operand) -> list[Any]:
+        place = self._place_at
+        if isinstance(kind, Scalar):
+            return [place.state.scalars[bound]]
+        if isinstance(kind, (ColumnVector, Partials)):
+            return [place.row_value(bound)]
+        if isinstance(kind, (RowVector, HeadVector, PerHead)):
+            return place.column_values(bound, self._domain.groups)
+        assert isinstance(kind, Matrix), kind
+        return self._matrix(bound)
+
+    def _matrix(self, bound: str) -> list[Any]:
+        place, spec = self._place_at, self._place_at.driver.layout[bound]
+        row = (
+            place.arguments[spec.at("address")]
+            + Int64(place.safe_row) * place.arguments[spec.at("row_stride")]
+        )
+        size, found = spec.dtype.itemsize, []
+        remaining = self._remaining()
+        for slot, lanes in self._domain.groups:
+            address = self._address(row, slot, lanes, size)
+            if remaining is None:
+                found += load_global(spec.dtype, address, lanes, spec.alignment)
+            else:
+                found += load_some(spec.dtype, address, lanes, remaining[len(found)][0])
+        return found
+
+    def _address(self, row: Any, slot: int, lanes: int, size: int) -> Any:
+        """Address of the group's first lane in a row: a sum shared by all groups, plus a constant."""
+        place, domain = self._place_at, self._domain
+        if lanes not in self._origins:
+            self._origins[lanes] = Int64(domain.origin(place.index) + place.lane * lanes)
+        constant = (domain.offset(slot) + self._step.first_column) * size
+        return row + self._origins[lanes] * size + constant
+
+    def _lane_count(self) -> int:
+        return sum(lanes for _, lanes in self._domain.groups)
+
+    def _remaining(self) -> list[tuple[Any, int]] | None:
+        """(columns from the group's first lane on, position in the group) per lane; None where nothing is padding.
+
+        A lane is a column where the first is greater than the second.
+        """
+        if self._domain.remaining(0, 0) is None:
+            return None
+        place = self._place_at
+        found = []
+        for slot, lanes in self._domain.groups:
+            at = Int32(slot) + place.lane * lanes
+            left = opaque(Int32(self._domain.remaining(place.index, at)))
+            found += [(left, i) for i in range(lanes)]
+        return found
+
+    def _reduce(self, raw: Any, operation: str) -> Any:
+        over = self._step.policy.over  # type: ignore[attr-defined]
+        lanes = self._masked(
+            _widen(raw, self._lane_count()), 0.0 if operation == "add" else -INFINITY
+        )
+        combine = lambda a, b: DSL_OPERATIONS[operation]([a], [b])[0]  # noqa: E731
+        out: list[Any] = []
+        position = 0
+        for start in range(0, self._domain.unit, over):
+            count = sum(n for slot, n in self._domain.groups if start <= slot < start + over)
+            found = lanes[position]
+            for x in lanes[position + 1 : position + count]:
+                found = combine(found, x)
+            for distance in (1, 2):
+                found = combine(found, cute.arch.shuffle_sync_bfly(found, offset=distance))
+            out += [found] * count
+            position += count
+        return out
+
+    def _store(self, name: str, kind: Operand, raw: Any) -> Any:
+        place = self._place_at
+        bound = self._step.names[name]
+        spec = place.driver.layout[bound]
+        lanes = _widen(raw, self._lane_count())
+        row = (
+            place.arguments[spec.at("address")]
+            + Int64(place.row) * place.arguments[spec.at("row_stride")]
+        )
+        self._write(lanes, spec, row, place.live)
+        return self._kept_lanes(lanes, kind)
+
+    def _write(self, lanes: list[Any], spec: OperandSpec, row: Any, live: Any) -> None:
+        """Store lanes at their columns of a row, whole vectors where no group is cut by the last column."""
+        size = spec.dtype.itemsize
+        position = 0
+        remaining = self._remaining()
+        for slot, count in self._domain.groups:
+            address = self._address(row, slot, count, size)
+            found = lanes[position : position + count]
+            if remaining is None:
+                store_global(spec.dtype, address, found, spec.alignment, live)
+            elif self._domain.columns % (16 if self._domain.halves else 8) == 0:
+                condition = live & (remaining[position][0] > 0)
+                store_global(spec.dtype, address, found, spec.alignment, condition)
+            else:
+                left = remaining[position][0]
+                store_global(spec.dtype, address, found, spec.alignment, live, left)
+            position += count
+
+    def _kept_lanes(self, lanes: list[Any], kind: Operand) -> list[Any]:
+        """The lanes as stored; where nothing follows nobody reads them, and they stay as they are."""
+        rounding = {
+            torch.bfloat16: "round_bfloat16",
+            torch.float16: "round_float16",
+            torch.float8_e4m3fn: "round_float8",
+        }.get(kind.dtype)
+        return lanes if self._last or rounding is None else DSL_OPERATIONS[rounding](lanes)
+
+    def _partials(self, name: str, kind: Operand, raw: Any) -> None:
+        place = self._place_at
+        spec = place.driver.layout[self._step.names[name]]
+        over = kind.over  # type: ignore[attr-defined]
+        row = (
+            place.arguments[spec.at("address")]
+            + Int64(place.row) * place.arguments[spec.at("row_stride")]
+        )
+        lanes = _widen(raw, self._lane_count())
+        position = 0
+        for start in range(0, self._domain.unit, over):
+            column = self._domain.column(place.index, Int32(start))
+            left = self._domain.remaining(place.index, Int32(start))
+            condition = place.live & (place.lane == 0)
+            if left is not None:
+                condition = condition & (left > 0)
+            at = (column + self._step.first_column) // over
+            store_word_if(row + Int64(at) * 4, Float32(lanes[position]), condition)
+            position += sum(n for slot, n in self._domain.groups if start <= slot < start + over)
+
+    def _masked(self, lanes: list[Any], otherwise: float) -> list[Any]:
+        remaining = self._remaining()
+        if remaining is None:
+            return lanes
+        return [keep(*at, x, otherwise) for at, x in zip(remaining, lanes, strict=True)]
+
+    def _record_max(self, name: str, raw: Any) -> None:
+        place = self._place_at
+        register = place.state.maxima[self._step.names[name]]
+        zero = Float32(0.0)
+        found = zero
+        for x in self._masked(_widen(raw, self._lane_count()), 0.0):
+            finite = select(Float32(x) < Float32(INFINITY), x, zero)
+            found = DSL_OPERATIONS["max"]([found], [finite])[0]
+        register[0] = DSL_OPERATIONS["max"]([register[0]], [select(place.live, found, zero)])[0]
+
+    def _count(self, name: str, raw: Any) -> None:
+        place = self._place_at
+        register = place.state.counters[self._step.names[name]]
+        lanes = _widen(raw, self._lane_count())
+        if self._remaining() is not None:
+            ones = [select(Boolean(mask), Float32(1.0), Float32(0.0)) for mask in lanes]
+            lanes = [x > Float32(0.5) for x in self._masked(ones, 0.0)]
+        found = Int32(0)
+        for mask in lanes:
+            found = found + Int32(Boolean(mask))
+        register[0] = register[0] + Int32(cutlass.select_(place.live, found, Int32(0)))
+
+    def _placed(self, name: str, kind: Operand) -> Any:
+        return [Boolean(self._place_at.cell(self._step.names[name]) >= Int64(0))]
+
+    def _place(self, name: str, kind: Operand, raw: Any) -> Any:
+        assert isinstance(kind, Cells)
+        place = self._place_at
+        spec = place.driver.layout[self._step.names[name]]
+        lanes = _widen(raw, self._lane_count())
+        offset = place.cell(spec.name)
+        placed = Boolean(offset >= Int64(0))
+        size, heads = kind.dtype.itemsize, self._domain.unit // kind.head_dim
+        first_head = Int64(place.index * heads) * place.arguments[spec.at("head_stride")]
+        base = place.arguments[spec.at("address")] + offset + first_head
+        position = 0
+        remaining = self._remaining()
+        for slot, count in self._domain.groups:
+            head = base + slot // kind.head_dim * place.arguments[spec.at("head_stride")]
+            channel = Int64(place.lane * count) * size + slot % kind.head_dim * size
+            condition = placed if remaining is None else placed & (remaining[position][0] > 0)
+            store_global(
+                kind.dtype,
+                head + channel,
+                lanes[position : position + count],
+                spec.alignment,
+                condition,
+            )
+            position += count
+        return self._kept_lanes(lanes, kind)
+
+
+@cute.jit
+def raise_maximum(address: Int64, bits: Int32, condition: cutlass.Boolean) -> None:
+    """Atomic maximum of non-negative float32 bits, which order like integers."""
+    if condition:
+        pointer = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
+        cute.arch.atomic_max(pointer, bits)
+
+
+@cute.jit
+def add_count(address: Int64, count: Int64, condition: cutlass.Boolean) -> None:
+    """Atomic addition to an int64 counter."""
+    if condition:
+        pointer = cute.make_ptr(Int64, address, cute.AddressSpace.gmem, assumed_align=8)
+        cute.arch.atomic_add(pointer, count)

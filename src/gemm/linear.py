@@ -1,0 +1,142 @@
+"""The functional entry: allocate outputs, plan behind the scenes, run on CPU or GPU."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import gcd
+from typing import Any
+
+import torch
+
+from epicute.epilogues.composition import Composition, compose
+from epicute.epilogues.operands import (
+    Cells,
+    Counter,
+    Matrix,
+    Maximum,
+    Output,
+    PartialsOutput,
+    Scalar,
+)
+from epicute.epilogues.policy import Policy
+from epicute.epilogues.resolve import Resolved, resolve
+from epicute.errors import require
+from epicute.gemm.plan import Plan, align_rows, plan
+from epicute.weights import Packed
+
+__all__ = ["linear"]
+
+
+def linear(
+    x: torch.Tensor, packed: Packed, epilogue: Composition | Policy, **operands: Any
+) -> torch.Tensor | dict[str, torch.Tensor]:
+    """``epilogue(x @ packed.T)`` in one call.
+
+    Compiles at the first call for a weight shape and composition, allocates the outputs that are not given, pads rows
+    of x where they are not aligned. For CPU tensors the composition is evaluated with NumPy instead. For a hot loop
+    make a ``plan``.
+
+    Args:
+        x: (…, K), in the weight's dtype.
+        packed: weight packed with ``epilogue.row_order(N)``.
+        epilogue: a complete composition.
+        **operands: its operands by name; Python floats are taken for ``Scalar`` ones.
+
+    Returns:
+        The output where there is exactly one, with x's leading dimensions; else every written operand by name, as
+        matrices of M rows.
+    """
+    composition = compose(epilogue)
+    leading = x.shape[:-1]
+    x = x.reshape(-1, x.shape[-1])
+    resolved = resolve(composition, packed.shape[0])
+    given = {n: _scalar(v, x.device) for n, v in operands.items()}
+    if "weight_scale" in resolved.kinds and packed.scale is not None:
+        given.setdefault("weight_scale", packed.scale)
+    if x.device.type == "cpu":
+        acc = x.float() @ packed.unpack().codes.float().T
+        found = composition.evaluate(acc, **given)
+    else:
+        found = _run(x, packed, composition, resolved, given)
+    outputs = [n for n, kind in resolved.kinds.items() if isinstance(kind, Output)]
+    if len(found) == 1 and outputs:
+        return found[outputs[0]].reshape(*leading, -1)
+    return found
+
+
+def _scalar(value: Any, device: torch.device) -> Any:
+    if isinstance(value, (int, float)):
+        return torch.full((1,), float(value), dtype=torch.float32, device=device)
+    return value
+
+
+def _run(
+    x: torch.Tensor,
+    packed: Packed,
+    composition: Composition,
+    resolved: Resolved,
+    given: dict[str, Any],
+) -> dict[str, torch.Tensor]:
+    for name, kind in resolved.kinds.items():
+        if kind.written and name not in given:
+            given[name] = _allocate(name, resolved, x)
+    if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
+        x = align_rows(x)
+    dtypes = tuple(
+        (n, v.dtype)
+        for n, v in given.items()
+        if n in resolved.kinds and not resolved.kinds[n].written
+    )
+    matrices = [n for n, k in resolved.kinds.items() if isinstance(k, (Matrix, Output, Cells))]
+    alignments = tuple((n, _alignment(given[n])) for n in matrices if n in given)
+    found = _plan_for(composition, _Weight(packed), dtypes, alignments)
+    found.run(x, packed, **given)
+    return {n: given[n] for n, kind in resolved.kinds.items() if kind.written}
+
+
+def _allocate(name: str, resolved: Resolved, x: torch.Tensor) -> torch.Tensor:
+    kind = resolved.kinds[name]
+    require(
+        isinstance(kind, (Output, PartialsOutput, Maximum, Counter)),
+        f"operands: {name}",
+        "nothing",
+        f"{kind} to write to",
+        f"pass {name}=…",
+    )
+    shape = [x.shape[0] if d == "M" else int(d) for d in resolved.shapes[name]]
+    zero = isinstance(kind, (Maximum, Counter))
+    return (torch.zeros if zero else torch.empty)(shape, dtype=kind.dtype, device=x.device)
+
+
+def _alignment(tensor: torch.Tensor) -> int:
+    """Bytes, up to 16, that address and outer strides are multiples of."""
+    size = tensor.element_size()
+    return gcd(16, tensor.data_ptr(), *(s * size for s in tensor.stride()[:-1]))
+
+
+class _Weight:
+    """A packed weight as far as planning looks at it."""
+
+    def __init__(self, packed: Packed) -> None:
+        self.packed: Packed | None = packed
+        scaled = packed.scale is not None
+        self.key = (packed.shape, packed.dtype, packed.order, packed.device, scaled)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Weight) and self.key == other.key
+
+
+@lru_cache(maxsize=512)
+def _plan_for(
+    composition: Composition,
+    weight: _Weight,
+    dtypes: tuple[tuple[str, torch.dtype], ...],
+    alignments: tuple[tuple[str, int], ...],
+) -> Plan:
+    read = {n: d for n, d in dtypes if not isinstance(composition.operands[n], Scalar)}
+    packed, weight.packed = weight.packed, None  # the cache must not keep the weight alive
+    assert packed is not None
+    return plan(composition, packed, dtypes=read, alignments=dict(alignments))

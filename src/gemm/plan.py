@@ -1,0 +1,359 @@
+"""Plan once, run many times: ``run`` checks, collects addresses and launches, and nothing else.
+
+It allocates nothing on the device, does not wait for it, launches on the current stream of x's device, and may be
+captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from epicute.epilogues.composition import Composition, check_operands, compose
+from epicute.epilogues.operands import Cells
+from epicute.epilogues.policy import Policy
+from epicute.errors import ArgumentError, UnsupportedError, require
+from epicute.gemm.arguments import OperandSpec
+from epicute.gemm.explain import describe
+from epicute.gemm.schedule import Schedule
+from epicute.gemm.spec import GemmKernel, kernel_for
+from epicute.jit import ObjectCache, Report, Target, compile
+from epicute.weights import Packed
+
+__all__ = ["Plan", "align_rows", "plan"]
+
+LARGEST_M = 2**31 - 2**16
+"""Rows that 32-bit tile arithmetic can count."""
+
+
+def plan(
+    composition: Composition | Policy,
+    packed: Packed,
+    *,
+    x_dtype: torch.dtype | None = None,
+    target: Target | None = None,
+    schedule: Schedule | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    alignments: Mapping[str, int] | None = None,
+    expected_m: int | None = None,
+    cache: ObjectCache | None = None,
+) -> Plan:
+    """Choose, compile (or load) and return what runs ``composition`` on ``x @ packed.T``.
+
+    One plan serves every M, including 0. What recompiles: another N, K, dtype, composition, operand dtype or alignment,
+    schedule or target; never another M, device of the same kind, or tensor.
+
+    Args:
+        composition: policies; see ``epicute.epilogues``.
+        packed: weight packed with ``composition.row_order(N)``; any other weight of its shape and dtype may be run.
+        x_dtype: dtype of x, which must be the weight's.
+        target, schedule, dtypes, alignments, expected_m: see ``kernel_for``.
+        cache: object cache; by default the user's.
+
+    Raises ArgumentError, CompositionError or UnsupportedError before anything is compiled, CompileError where the
+    kernel would spill or serialise.
+    """
+    composition = compose(composition)
+    x_dtype = x_dtype or packed.dtype
+    require(
+        x_dtype == packed.dtype,
+        "x_dtype",
+        x_dtype,
+        f"{packed.dtype}, as the weight's",
+        "quantise the weight to that format",
+    )
+    n, k = packed.shape
+    packed.require_order(composition.row_order(n), "the composition")
+    needs_scale = packed.scale is not None and "weight_scale" not in composition.operands
+    require(
+        not needs_scale,
+        "composition",
+        f"no weight_scale for {packed.name}, whose codes have scales",
+        "Dequantize() first",
+        "write Dequantize(…) >> …",
+    )
+    kernel = kernel_for(
+        composition,
+        n=n,
+        k=k,
+        dtype=x_dtype,
+        target=target or _target_of(packed.device),
+        schedule=schedule,
+        dtypes=dtypes,
+        alignments=alignments,
+        expected_m=expected_m,
+    )
+    found = Plan(kernel, compile(kernel, cache=cache))
+    if packed.device.type == "cuda":
+        found.load(packed)
+    return found
+
+
+def _target_of(device: torch.device) -> Target:
+    return Target.detect(device.index) if device.type == "cuda" else Target.detect()
+
+
+class Plan:
+    """A compiled projection with its epilogue. Make one with ``plan``."""
+
+    def __init__(self, kernel: GemmKernel, compiled: Any) -> None:
+        self.kernel = kernel
+        spec = kernel.spec
+        self.report: Report = compiled.report
+        self.origin: str = compiled.origin
+        self._function = compiled.function
+        self._composition = spec.resolved.composition
+        self._problem = spec.problem
+        self._tile = spec.schedule.tile_m * spec.schedule.cluster_m
+        self._n_tiles = -(-spec.problem.rows // spec.schedule.tile_n)
+        self._itemsize = spec.problem.dtype.itemsize
+        self._row_bytes = spec.problem.depth * self._itemsize
+        self._readers = [(s.name, _reader(s)) for s in spec.layout.operands]
+        self._written = [(s.name, s.first) for s in spec.layout.operands if s.kind.written]
+        self._takes_scale = "weight_scale" in spec.resolved.kinds
+        self._clusters: dict[int, int] = {}
+        self._seen: WeakSet[Packed] = WeakSet()
+
+    @property
+    def schedule(self) -> Schedule:
+        """The tile, cluster and stages it was compiled with."""
+        return self.kernel.spec.schedule
+
+    def run(self, x: torch.Tensor, packed: Packed, **operands: torch.Tensor) -> None:
+        """Launch ``composition(x @ packed.T)`` on the current stream of x's device.
+
+        Args:
+            x: (M, K), rows of adjacent elements that start at multiples of 16 bytes; any row stride.
+            packed: a weight with the plan's shape, dtype and order, on the same device.
+            **operands: every operand of the composition by name, read and written ones alike, on the same device;
+                ``weight_scale`` may be left out where the packed weight has scales.
+
+        Raises ArgumentError, naming the operand, before the launch.
+        """
+        arguments = self.bind(x, packed, operands)
+        if arguments is None:
+            return
+        device = x.get_device()
+        if device == torch.cuda.current_device():
+            self._function(packed.raw, arguments)
+        else:
+            with torch.cuda.device(device):
+                self._function(packed.raw, arguments)
+
+    def load(self, packed: Packed) -> None:
+        """Load the code onto the weight's device, so that the first ``run`` may be captured in a CUDA graph.
+
+        Launches the kernel once for no rows; no address but the weight's own is read.
+        """
+        arguments = [packed.raw.data_ptr()] * self.kernel.spec.layout.count
+        arguments[1:4] = (-(-self._row_bytes // 16) * 16, 0, 1)
+        with torch.cuda.device(packed.device):
+            self._function(packed.raw, tuple(arguments))
+
+    def bind(
+        self, x: torch.Tensor, packed: Packed, operands: dict[str, Any]
+    ) -> tuple[int, ...] | None:
+        """Check everything and return the kernel's arguments; None where M is 0."""
+        device = x.get_device()
+        clusters = self._clusters.get(device) or self._admit(x)
+        if packed not in self._seen:
+            self._check_packed(packed)
+        if packed.codes.get_device() != device:
+            raise _wrong(
+                "packed.codes", packed.codes, f"x's device, {x.device}", "packed.to(x.device)"
+            )
+        if self._takes_scale and "weight_scale" not in operands and packed.scale is not None:
+            operands["weight_scale"] = packed.scale
+        if len(operands) != len(self._readers):
+            self._check_names(operands)
+        rows, stride = self._check_x(x)
+        tiles = -(-rows // self._tile) * self._n_tiles
+        first = x.data_ptr()
+        found = [first, stride, rows, min(clusters, tiles)]
+        try:
+            for name, read in self._readers:
+                given = operands[name]
+                if given.get_device() != device:
+                    raise _wrong(name, given, f"x's device, {x.device}", f"{name}.to(x.device)")
+                read(given, rows, found)
+        except KeyError:
+            self._check_names(operands)
+            raise
+        last = first + (rows - 1) * stride + self._row_bytes
+        for name, index in self._written:
+            if first <= found[index] < last:
+                raise _wrong(
+                    name, operands[name], "memory apart from x", "allocate it apart from x"
+                )
+        return tuple(found) if rows else None
+
+    def _admit(self, x: torch.Tensor) -> int:
+        """Clusters that run at once on x's device; refuses a device that the code is not for."""
+        device = x.device
+        require(
+            device.type == "cuda",
+            "x",
+            f"a tensor on {device}",
+            "a CUDA tensor",
+            "move it, or use composition.evaluate on the CPU",
+        )
+        properties = torch.cuda.get_device_properties(device)
+        capability = (properties.major, properties.minor)
+        target = self.kernel.target
+        require(
+            capability == target.capability,
+            "x.device",
+            f"{properties.name}, compute capability {capability[0]}.{capability[1]}",
+            f"a GPU for {target.arch}",
+            "plan with target=Target.detect(device)",
+            UnsupportedError,
+        )
+        clusters = properties.multi_processor_count // self.schedule.cluster_m
+        self._clusters[device.index] = clusters
+        return clusters
+
+    def _check_packed(self, packed: Packed) -> None:
+        problem = self._problem
+        wanted = (problem.columns, problem.depth)
+        require(
+            packed.shape == wanted and packed.dtype == problem.dtype,
+            "packed",
+            f"{packed.name} {packed.shape} {packed.dtype}",
+            f"{wanted} {problem.dtype}",
+            "plan again for that weight",
+        )
+        packed.require_order(self.kernel.spec.resolved.order, "the plan's composition")
+        self._seen.add(packed)
+
+    def _check_names(self, operands: Mapping[str, Any]) -> None:
+        check_operands(self._composition, operands)
+        missing = [name for name, _ in self._readers if name not in operands]
+        require(
+            not missing,
+            "operands",
+            f"missing {', '.join(missing)}",
+            "every output as a tensor to write to",
+            "allocate them; epicute.linear does",
+        )
+
+    def _check_x(self, x: torch.Tensor) -> tuple[int, int]:
+        """(M, row stride in bytes)."""
+        problem = self._problem
+        shape = x.shape
+        if x.dtype is not problem.dtype or len(shape) != 2 or shape[1] != problem.depth:
+            raise _wrong("x", x, f"(M, {problem.depth}) {problem.dtype}", "reshape or convert it")
+        rows = shape[0]
+        if rows > LARGEST_M:
+            raise _wrong("x", x, f"at most {LARGEST_M} rows", "split the batch")
+        pitch, step = x.stride()
+        stride = pitch * self._itemsize
+        if rows <= 1:
+            stride = -(-self._row_bytes // 16) * 16
+        adjacent = step == 1 or problem.depth == 1 or rows == 0
+        if not adjacent or stride % 16 or x.data_ptr() % 16 or (rows > 1 and pitch < problem.depth):
+            raise _wrong(
+                "x",
+                x,
+                "rows of adjacent elements that start at multiples of 16 bytes",
+                "x = epicute.align_rows(x)",
+            )
+        return rows, stride
+
+    def __str__(self) -> str:
+        return describe(self.kernel, self.report)
+
+
+Reader = Callable[[torch.Tensor, int, list[int]], None]
+
+
+def _wrong(name: str, given: Any, expected: str, fix: str) -> ArgumentError:
+    got = type(given).__name__
+    if isinstance(given, torch.Tensor):
+        got = f"{tuple(given.shape)} {given.dtype}, strides {given.stride()}, on {given.device}"
+    return ArgumentError(f"{name}: got {got}, expected {expected}. Fix: {fix}")
+
+
+def _reader(spec: OperandSpec) -> Reader:
+    """A function that checks one operand and appends its fields."""
+    if isinstance(spec.kind, Cells):
+        return _cells_reader(spec)
+    if "row_stride" in spec.fields:
+        return _matrix_reader(spec)
+    return _vector_reader(spec)
+
+
+def _vector_reader(spec: OperandSpec) -> Reader:
+    name, dtype = spec.name, spec.dtype
+    length = None if spec.shape[0] == "M" else int(spec.shape[0])
+
+    def read(given: torch.Tensor, rows: int, found: list[int]) -> None:
+        wanted = rows if length is None else length
+        if given.dtype is not dtype or given.shape != (wanted,):
+            if given.dtype is not dtype or wanted != 1 or given.dim() != 0:
+                raise _wrong(name, given, f"({wanted},) {dtype}", _dtype_fix(name, given, dtype))
+        elif wanted > 1 and not given.is_contiguous():
+            raise _wrong(name, given, "adjacent elements", f"{name}.contiguous()")
+        found.append(given.data_ptr())
+
+    return read
+
+
+def _dtype_fix(name: str, given: Any, dtype: torch.dtype) -> str:
+    if isinstance(given, torch.Tensor) and given.dtype != dtype:
+        return f"plan with dtypes={{{name!r}: {given.dtype}}}, or convert it"
+    return "pass it with that shape"
+
+
+def _matrix_reader(spec: OperandSpec) -> Reader:
+    name, dtype, width = spec.name, spec.dtype, int(spec.shape[1])
+    size, alignment = dtype.itemsize, spec.alignment
+
+    def read(given: torch.Tensor, rows: int, found: list[int]) -> None:
+        if given.dtype is not dtype or given.shape != (rows, width):
+            raise _wrong(name, given, f"({rows}, {width}) {dtype}", _dtype_fix(name, given, dtype))
+        pitch, step = given.stride()
+        if (step != 1 and width != 1 and rows) or (rows > 1 and pitch < width):
+            raise _wrong(name, given, "adjacent elements in rows apart", f"{name}.contiguous()")
+        address, stride = given.data_ptr(), pitch * size
+        if rows and (address % alignment or (rows > 1 and stride % alignment)):
+            fix = f"plan with alignments={{{name!r}: {size}}}"
+            raise _wrong(name, given, f"rows at multiples of {alignment} bytes", fix)
+        found += (address, stride)
+
+    return read
+
+
+def _cells_reader(spec: OperandSpec) -> Reader:
+    name, dtype, (_, _, heads, dim) = spec.name, spec.dtype, spec.shape
+    size, mask = dtype.itemsize, spec.alignment - 1
+
+    def read(given: torch.Tensor, rows: int, found: list[int]) -> None:
+        shape = given.shape
+        if given.dtype is not dtype or len(shape) != 4 or shape[2] != heads or shape[3] != dim:
+            wanted = f"(pages, page_size, {heads}, {dim}) {dtype}"
+            raise _wrong(name, given, wanted, "view the cache so; see epicute.kv.KVPool")
+        page, token, head, channel = given.stride()
+        if channel != 1:
+            raise _wrong(name, given, "adjacent channels", "keep head_dim innermost")
+        address, page, token, head = given.data_ptr(), page * size, token * size, head * size
+        if (address | page | token | head) & mask:
+            fix = f"plan with alignments={{{name!r}: {size}}}"
+            raise _wrong(name, given, f"cells at multiples of {mask + 1} bytes", fix)
+        page_size = shape[1]
+        found += (address, page, token, head, page_size, shape[0] * page_size)
+
+    return read
+
+
+def align_rows(x: torch.Tensor) -> torch.Tensor:
+    """A copy of ``x`` (M, K) whose rows start at multiples of 16 bytes."""
+    require(x.dim() == 2, "x", f"{tuple(x.shape)}", "(M, K)", "flatten the leading dimensions")
+    per_vector = 16 // x.element_size()
+    rows, depth = x.shape
+    pitch = -(-depth // per_vector) * per_vector
+    found = torch.zeros((rows, pitch), dtype=x.dtype, device=x.device)
+    found[:, :depth] = x
+    return found[:, :depth]

@@ -1,0 +1,152 @@
+"""What is compiled for a problem: tile, cluster and stages, chosen by a pure function.
+
+A tile is ``tile_m`` rows of A by ``tile_n`` packed rows of B; each pipeline stage holds 128 bytes of K of both. Shared
+memory is a tested sum, so that a schedule that does not fit is refused before anything is traced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from epicute.errors import ArgumentError, UnsupportedError, require
+from epicute.jit import Target
+
+__all__ = ["DTYPES", "Problem", "Schedule", "choose", "shared_memory"]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+"""Dtypes of A and B."""
+
+DEPTH_BYTES = 128
+"""Bytes of K in a stage: one swizzle atom."""
+
+DEEPEST = 6
+"""Stages beyond which a deeper pipeline was not seen to help."""
+
+RESERVED = 1024
+"""Bytes that the runtime keeps and that aligning the buffers may cost."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a projection asks for.
+
+    Attributes:
+        columns: N, logical output features. rows: packed rows of B, padding included. depth: K, elements.
+        dtype: of A and B. unit: packed rows that must stay in one tile. staged: bytes per tile of operands that are
+            kept in shared memory, for one buffer: (per tile row, per unit).
+        expected_m: rows to tune for; None where unknown.
+    """
+
+    columns: int
+    rows: int
+    depth: int
+    dtype: torch.dtype
+    unit: int
+    staged: tuple[int, int] = (0, 0)
+    expected_m: int | None = None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the tiles are computed: ``tile_m`` × ``tile_n``, CTAs of a cluster along M, pipeline stages."""
+
+    tile_m: int = 128
+    tile_n: int = 256
+    cluster_m: int = 2
+    stages: int = 4
+
+    def check(self, problem: Problem, target: Target) -> None:
+        """Refuse a schedule that the problem or the target does not allow."""
+        require(
+            self.tile_m in (128, 256),
+            "Schedule.tile_m",
+            self.tile_m,
+            "128 or 256 (64 or 128 rows for each of two consumer warpgroups)",
+            "use 128",
+        )
+        require(
+            self.tile_n % 8 == 0 and 8 <= self.tile_n <= 256,
+            "Schedule.tile_n",
+            self.tile_n,
+            "a multiple of 8 up to 256, the width of a WGMMA",
+            "use 256, 192, 160 or 128",
+        )
+        require(
+            self.tile_n % problem.unit == 0,
+            "Schedule.tile_n",
+            self.tile_n,
+            f"a multiple of the composition's unit, {problem.unit} columns",
+            f"use {256 // problem.unit * problem.unit}",
+        )
+        require(
+            self.tile_m * self.tile_n <= 128 * 256,
+            "Schedule",
+            f"{self.tile_m}x{self.tile_n}",
+            "at most 128x256 accumulators, 128 registers a thread",
+            "narrow the tile",
+        )
+        require(
+            self.cluster_m == 1 or (self.cluster_m == 2 and self.tile_n % 16 == 0),
+            "Schedule.cluster_m",
+            self.cluster_m,
+            "1, or 2 where tile_n is a multiple of 16 (each CTA loads half of B)",
+            "use 1",
+        )
+        need = shared_memory(self, problem)
+        require(
+            2 <= self.stages and need <= target.smem_per_block,
+            "Schedule.stages",
+            f"{self.stages} ({need} bytes of shared memory)",
+            f"at least 2 and at most {target.smem_per_block} bytes",
+            "use fewer stages or a smaller tile",
+        )
+
+    def __str__(self) -> str:
+        return f"{self.tile_m}x{self.tile_n}, cluster {self.cluster_m}x1, {self.stages} stages"
+
+
+def stage_bytes(schedule: Schedule) -> int:
+    """Bytes of one pipeline stage."""
+    return (schedule.tile_m + schedule.tile_n) * DEPTH_BYTES
+
+
+def staged_bytes(schedule: Schedule, problem: Problem) -> int:
+    """Bytes of both buffers of staged operands."""
+    per_row, per_unit = problem.staged
+    one = per_row * schedule.tile_m + per_unit * (schedule.tile_n // problem.unit)
+    return 2 * (-(-one // 128) * 128)
+
+
+def shared_memory(schedule: Schedule, problem: Problem) -> int:
+    """Bytes of shared memory a CTA needs."""
+    barriers = 16 * schedule.stages + 32
+    return (
+        schedule.stages * stage_bytes(schedule)
+        + staged_bytes(schedule, problem)
+        + barriers
+        + RESERVED
+    )
+
+
+def choose(problem: Problem, target: Target) -> Schedule:
+    """The schedule for a problem; legal for any N and K, or UnsupportedError naming why none is."""
+    if target.arch != "sm_90a":
+        raise UnsupportedError(
+            f"target: got {target.arch}, expected sm_90a. Fix: compile the GEMM for a Hopper GPU"
+        )
+    if problem.unit > 256:
+        raise ArgumentError(
+            f"composition: got a unit of {problem.unit} columns, expected at most 256. "
+            "Fix: split the composition"
+        )
+    widest = 256 // problem.unit * problem.unit
+    tile_n = min(widest, -(-problem.rows // problem.unit) * problem.unit)
+    few = problem.expected_m is not None and problem.expected_m <= 128
+    cluster = 1 if few or tile_n % 16 else 2
+    for stages in range(DEEPEST, 2, -1):
+        schedule = Schedule(128, tile_n, cluster, stages)
+        if shared_memory(schedule, problem) <= target.smem_per_block:
+            return schedule
+    return Schedule(128, tile_n, cluster, 2)

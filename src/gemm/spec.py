@@ -1,0 +1,153 @@
+"""Everything that decides a kernel's code, and the kernel as the compiler room sees it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from epicute.epilogues.composition import Composition, compose
+from epicute.epilogues.policy import Policy
+from epicute.epilogues.resolve import Resolved, resolve
+from epicute.errors import require
+from epicute.gemm.arguments import ArgumentLayout
+from epicute.gemm.schedule import DTYPES, Problem, Schedule, choose, shared_memory
+from epicute.jit import CompileKey, Target, modules_digest
+
+__all__ = ["GemmKernel", "GemmSpec", "kernel_for"]
+
+MODULES = ("epicute.gemm.kernel", "epicute.gemm.spec")
+"""Modules whose source, with all they import from this package, makes the machine code."""
+
+
+@dataclass(frozen=True)
+class GemmSpec:
+    """A composition for N columns, its operands, the problem and the schedule."""
+
+    resolved: Resolved
+    layout: ArgumentLayout
+    problem: Problem
+    schedule: Schedule
+
+    @property
+    def name(self) -> str:
+        """What profilers show: ``epicute_gemm_fp8_128x256_Dequantize_SwiGLU_EmitFP8``."""
+        short = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.problem.dtype, "fp8")
+        title = re.sub(r"\W+", "_", self.resolved.composition.title).strip("_")
+        tile = f"{self.schedule.tile_m}x{self.schedule.tile_n}"
+        return f"epicute_gemm_{short}_{tile}_{title}"
+
+    @property
+    def pitch(self) -> int:
+        """Elements between packed rows of B: K padded to 16 bytes."""
+        per_vector = 16 // self.problem.dtype.itemsize
+        return -(-self.problem.depth // per_vector) * per_vector
+
+
+@dataclass(frozen=True)
+class GemmKernel:
+    """A kernel to compile: a key, and a way to trace it without tensors."""
+
+    spec: GemmSpec
+    target: Target
+
+    @cached_property
+    def key(self) -> CompileKey:
+        """Everything that decides the machine code."""
+        problem, schedule = self.spec.problem, self.spec.schedule
+        return CompileKey(
+            kernel="gemm.hopper",
+            fields=(
+                ("N", problem.columns),
+                ("K", problem.depth),
+                ("dtype", problem.dtype),
+                ("epilogue", self.spec.resolved.composition.title),
+                ("policies", self.spec.resolved.composition.key()),
+                ("operands", self.spec.layout.key()),
+                ("tile", (schedule.tile_m, schedule.tile_n)),
+                ("cluster", schedule.cluster_m),
+                ("stages", schedule.stages),
+            ),
+            sources=(modules_digest(*MODULES),),
+            target=self.target,
+        )
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory of a CTA."""
+        return shared_memory(self.spec.schedule, self.spec.problem)
+
+    def trace(self) -> tuple[Any, tuple[Any, ...]]:
+        """The DSL function and its fake arguments."""
+        import cutlass
+        from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+        from epicute.gemm.kernel import HopperGemm
+
+        spec = self.spec
+        pitch = spec.pitch * spec.problem.dtype.itemsize
+        b = make_fake_tensor(
+            cutlass.Uint8, (spec.problem.rows, pitch), (pitch, 1), assumed_align=16
+        )
+        arguments = tuple(cutlass.Int64(0) for _ in range(spec.layout.count))
+        return HopperGemm(spec), (b, arguments, make_fake_stream(use_tvm_ffi_env_stream=True))
+
+
+def kernel_for(
+    composition: Composition | Policy,
+    *,
+    n: int,
+    k: int,
+    dtype: torch.dtype = torch.bfloat16,
+    target: Target | None = None,
+    schedule: Schedule | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    alignments: Mapping[str, int] | None = None,
+    expected_m: int | None = None,
+) -> GemmKernel:
+    """Describe the kernel of ``composition`` for a projection of N = ``n`` features over K = ``k``.
+
+    Args:
+        composition: what to do with the accumulator.
+        n: logical output features. k: reduction depth.
+        dtype: of A and B: bfloat16, float16 or float8_e4m3fn.
+        target: by default the current GPU's, or sm_90a without one.
+        schedule: by default ``choose``'s.
+        dtypes: operand dtypes other than the policies' own. alignments: bytes to assume of an operand's rows
+            (see ``ArgumentLayout.of``). expected_m: rows to choose the schedule for.
+
+    Raises ArgumentError, CompositionError or UnsupportedError before anything is traced.
+    """
+    composition = compose(composition)
+    for name, size in (("n", n), ("k", k)):
+        require(
+            isinstance(size, int) and 1 <= size < 2**31,
+            name,
+            size,
+            "an integer from 1 to 2**31 - 1",
+            "give the weight's shape",
+        )
+    require(
+        dtype in DTYPES, "dtype", dtype, ", ".join(map(str, DTYPES)), "convert x and the weight"
+    )
+    target = target or Target.detect()
+    resolved = resolve(composition, n)
+    layout = ArgumentLayout.of(resolved, dtypes, alignments)
+    order = resolved.order
+    problem = Problem(n, order.rows, k, dtype, order.unit, staged_operands(resolved), expected_m)
+    found = choose(problem, target)
+    if schedule is not None:
+        schedule.check(problem, target)
+        found = schedule
+    return GemmKernel(GemmSpec(resolved, layout, problem, found), target)
+
+
+def staged_operands(resolved: Resolved) -> tuple[int, int]:
+    """Bytes of staged operands, per tile row and per unit."""
+    from epicute.gemm.stage_plan import StagePlan
+
+    return StagePlan(resolved).bytes

@@ -1,0 +1,232 @@
+"""A weight as kernels read it: rows in the order a composition asks for, padded with zeros."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from epicute.errors import ArgumentError, require
+from epicute.layouts import RowOrder
+from epicute.weights.quantized import Quantized, bits, require_codes
+
+__all__ = ["LAYOUT_VERSION", "Packed"]
+
+LAYOUT_VERSION = 1
+"""Number of the arrangement of bytes below; files of any other are refused."""
+
+ROW_BYTES = 16
+"""Rows are padded with zeros to a multiple of this many bytes, as TMA demands of a stride."""
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Codes in physical row order; everything else stays in logical order.
+
+    Attributes:
+        format: "bf16", "fp16" or "fp8".
+        codes: (rows, K_pitch) contiguous in the format's dtype. Row r holds output feature
+            ``order.logical()[r]``; padding rows and the columns from K on are zero bytes.
+        scale: fp8: (N,) or (1,) float32 in logical order; other formats: None.
+        order: where each output feature stands.
+        shape: (N, K).
+        name: how errors call it.
+    """
+
+    format: str
+    codes: torch.Tensor
+    scale: torch.Tensor | None
+    order: RowOrder
+    shape: tuple[int, int]
+    name: str = "weight"
+
+    def __post_init__(self) -> None:
+        columns, width = self.shape
+        _require_order(self.name, self.order, columns)
+        require_codes(self.name, self.format, self.codes, self.scale, columns)
+        expected = (self.order.rows, pitch_of(width, self.codes.element_size()))
+        require(
+            tuple(self.codes.shape) == expected and self.codes.is_contiguous(),
+            f"{self.name}.codes",
+            f"{tuple(self.codes.shape)}, strides {self.codes.stride()}",
+            f"contiguous {expected} for shape {self.shape} in order [{self.order}]",
+            "build it with Quantized.pack",
+        )
+
+    @staticmethod
+    def of(source: Quantized, order: RowOrder) -> Packed:
+        """Pack ``source`` in ``order``. Looks at the scales once, so it waits for the device.
+
+        Raises:
+            ArgumentError: the order is for another number of output features, or a scale is not
+                finite and positive.
+        """
+        columns, width = source.codes.shape
+        _require_order(source.name, order, columns)
+        _require_scales(source.name, source.scale)
+        shape = (order.rows, pitch_of(width, source.codes.element_size()))
+        codes = torch.zeros(shape, dtype=source.codes.dtype, device=source.codes.device)
+        rows = torch.from_numpy(order.physical()).to(codes.device)
+        bits(codes)[rows, :width] = bits(source.codes)
+        return Packed(
+            source.format, codes, source.scale, order, (int(columns), int(width)), source.name
+        )
+
+    def unpack(self) -> Quantized:
+        """The codes and scales that were packed, bit for bit, in logical order."""
+        rows = torch.from_numpy(self.order.physical()).to(self.device)
+        codes = bits(self.codes)[rows, : self.shape[1]].view(self.dtype)
+        return Quantized(self.format, codes, self.scale, self.name)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are."""
+        return self.codes.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the codes."""
+        return self.codes.dtype
+
+    @property
+    def pitch(self) -> int:
+        """Elements from one row to the next."""
+        return self.codes.shape[1]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales, padding included."""
+        scale = 0 if self.scale is None else self.scale.nbytes
+        return self.codes.nbytes + scale
+
+    @cached_property
+    def raw(self) -> torch.Tensor:
+        """The codes as (rows, bytes) uint8, the same memory."""
+        return self.codes.view(torch.uint8)
+
+    def to(self, device: torch.device | str) -> Packed:
+        """The same weight on ``device``."""
+        scale = None if self.scale is None else self.scale.to(device)
+        return replace(self, codes=self.codes.to(device), scale=scale)
+
+    def order_matches(self, order: RowOrder) -> bool:
+        """Whether every row stands where ``order`` would put it, whatever it calls its ranges."""
+        if self.order == order:
+            return True
+        same_size = (self.order.rows, self.order.columns) == (order.rows, order.columns)
+        return same_size and np.array_equal(self.order.logical(), order.logical())
+
+    def require_order(self, order: RowOrder, reader: str) -> None:
+        """Raise unless ``reader`` (a composition, in words) finds rows in the ``order`` it needs.
+
+        Raises:
+            ArgumentError: naming both orders.
+        """
+        require(
+            self.order_matches(order),
+            f"{self.name}.order",
+            f"[{self.order}]",
+            f"[{order}] for {reader}",
+            f"pack again: {self.name}.unpack().pack(order)",
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file: tensors ``codes`` and ``scale``, the rest as metadata.
+
+        The file appears whole or not at all.
+        """
+        from safetensors.torch import save_file
+
+        tensors = {"codes": self.codes}
+        if self.scale is not None:
+            tensors["scale"] = self.scale.contiguous()
+        metadata = {
+            "layout_version": str(LAYOUT_VERSION),
+            "format": self.format,
+            "shape": json.dumps(self.shape),
+            "order": self.order.to_json(),
+            "name": self.name,
+        }
+        partial = Path(f"{os.fspath(path)}.{os.getpid()}.partial")
+        try:
+            save_file(tensors, partial, metadata)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Packed:
+        """Read what ``save`` wrote.
+
+        Raises:
+            ArgumentError: another layout version, or a file that is not a packed weight.
+        """
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            found = file.metadata() or {}
+            _require_version(path, found)
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        packed = _from_file(path, found, tensors)
+        _require_scales(packed.name, packed.scale)
+        return packed
+
+
+def pitch_of(width: int, element_size: int) -> int:
+    """K padded to a multiple of 16 bytes, in elements."""
+    step = ROW_BYTES // element_size
+    return -(-width // step) * step
+
+
+def _from_file(
+    path: str | os.PathLike[str], found: dict[str, str], tensors: dict[str, Any]
+) -> Packed:
+    try:
+        columns, width = json.loads(found["shape"])
+        order = RowOrder.from_json(found["order"])
+        codes, format, name = tensors["codes"], found["format"], found["name"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"{os.fspath(path)}: got unreadable contents ({error!r}), expected a packed weight. "
+            "Fix: write it with Packed.save"
+        ) from error
+    return Packed(format, codes, tensors.get("scale"), order, (columns, width), name)
+
+
+def _require_version(path: str | os.PathLike[str], found: dict[str, str]) -> None:
+    require(
+        found.get("layout_version") == str(LAYOUT_VERSION),
+        f"{os.fspath(path)}: layout_version",
+        found.get("layout_version", "none"),
+        str(LAYOUT_VERSION),
+        "pack the checkpoint again with this version of epicute",
+    )
+
+
+def _require_order(name: str, order: RowOrder, columns: int) -> None:
+    require(
+        order.columns == columns,
+        f"{name}.order",
+        f"[{order}]",
+        f"an order of {columns} columns, one per output feature",
+        "build the order from this projection's shape",
+    )
+
+
+def _require_scales(name: str, scale: torch.Tensor | None) -> None:
+    if scale is None:
+        return
+    broken = int((~(scale.isfinite() & (scale > 0))).sum())
+    require(
+        broken == 0,
+        f"{name}.scale",
+        f"{broken} values that are NaN, infinite, zero or negative",
+        "finite positive multipliers",
+        "give a feature of zeros the scale 1, and check the checkpoint",
+    )

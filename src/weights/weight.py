@@ -1,0 +1,138 @@
+"""A projection weight as the checkpoint has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+
+from epicute.errors import require
+from epicute.quant import quantize_rows
+from epicute.weights.quantized import DTYPES, Quantized, require_same_width
+
+__all__ = ["Weight"]
+
+_SOURCES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """Values of y = x W^T, before quantisation.
+
+    Attributes:
+        values: (N, K) float32, bfloat16 or float16, any strides (a transposed view is read as what
+            it shows).
+        name: how errors call it.
+        tied: whether the values also serve elsewhere, as an embedding does.
+    """
+
+    values: torch.Tensor
+    name: str = "weight"
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        require(
+            self.values.ndim == 2 and self.values.numel() > 0,
+            f"{self.name}.shape",
+            tuple(self.values.shape),
+            "(N, K), both at least 1",
+            "pass the matrix with output features first",
+        )
+        require(
+            self.values.dtype in _SOURCES,
+            f"{self.name}.dtype",
+            self.values.dtype,
+            "float32, bfloat16 or float16",
+            "cast it, or wrap stored codes in Quantized",
+        )
+
+    def fold_gain(self, gain: torch.Tensor, offset: float = 0.0, copy: bool = False) -> Weight:
+        """The weight that reads an activation without its norm gain (FuTransformer 3.2.2).
+
+        Args:
+            gain: (K,) float32, bfloat16 or float16, in a dtype of its own, any stride.
+            offset: added to the gain first; 1 for models that store gain - 1.
+            copy: fold a tied weight all the same, into a copy of its own.
+
+        Returns:
+            float32 values * (gain + offset); sum and product are each rounded once, in FP32.
+
+        Raises:
+            ArgumentError: the gain has another shape or dtype or a non-finite value, or the weight
+                is tied.
+        """
+        require(
+            copy or not self.tied,
+            self.name,
+            "a tied weight",
+            "a weight of its own, since folding a gain would change its other use",
+            "pass copy=True to fold into a copy",
+        )
+        require(
+            gain.shape == (self.values.shape[1],),
+            "gain.shape",
+            tuple(gain.shape),
+            f"({self.values.shape[1]},), one per input feature of {self.name}",
+            "pass the gain of the norm that feeds this projection",
+        )
+        require(
+            gain.dtype in _SOURCES,
+            "gain.dtype",
+            gain.dtype,
+            "float32, bfloat16 or float16",
+            "cast the gain",
+        )
+        _require_finite("gain", gain)
+        factor = gain.to(torch.float32) + offset
+        return Weight(self.values.to(torch.float32) * factor, self.name)
+
+    def quantize(self, format: str) -> Quantized:
+        """Round to ``format``: "bf16", "fp16", or "fp8" (E4M3, amax / 448 of each output feature).
+
+        Returns:
+            contiguous codes; for fp8 one float32 scale per output feature, 1 for a feature of
+            zeros.
+
+        Raises:
+            ArgumentError: unknown format, a non-finite value, or one beyond the range of fp16.
+        """
+        require(format in DTYPES, "format", repr(format), f"one of {tuple(DTYPES)}", "name one")
+        _require_finite(self.name, self.values)
+        if format == "fp8":
+            codes, scale = quantize_rows(self.values)
+            return Quantized(format, codes, scale, self.name)
+        codes = self.values.to(DTYPES[format]).contiguous()
+        _require_finite(f"{self.name} as {format}", codes)
+        return Quantized(format, codes, None, self.name)
+
+    @staticmethod
+    def concat(weights: Sequence[Weight], name: str | None = None) -> Weight:
+        """Output features of ``weights`` one after the other: the fused QKV, the fused gate and up.
+
+        Values of several dtypes become the one that holds them all. The result is a copy, so it
+        counts as tied only where asking for a copy is in order: when one of its parts is.
+
+        Raises:
+            ArgumentError: no weights, or different K.
+        """
+        require_same_width("weights", [w.values for w in weights])
+        dtype = reduce(torch.promote_types, (w.values.dtype for w in weights))
+        return Weight(
+            torch.cat([w.values.to(dtype) for w in weights]),
+            name or "+".join(w.name for w in weights),
+            any(w.tied for w in weights),
+        )
+
+
+def _require_finite(argument: str, values: torch.Tensor) -> None:
+    """Values of a checkpoint are looked at once, here; this waits for the device."""
+    broken = int((~values.isfinite()).sum())
+    require(
+        broken == 0,
+        argument,
+        f"{broken} non-finite values",
+        "finite values",
+        "check the checkpoint, or choose a format with more range",
+    )

@@ -1,0 +1,78 @@
+"""A GPU's stand-ins: plans that run on the CPU interpreter, a timer that counts, tiny layers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks is no installed package
+
+import epicute
+from benchmarks.data import Layer
+from benchmarks.harness import Options
+from benchmarks.provenance import Provenance
+from benchmarks.timing import Run, Slice
+from epicute.models.shapes import LayerShape
+
+TINY = LayerShape(128, 192, 4, 2, 64, "tiny")
+
+
+class CpuPlan:
+    """epicute's plan as the CPU interpreter runs it: same operands by name, outputs in place."""
+
+    def __init__(self, composition: Any, packed: Any, x_dtype: torch.dtype) -> None:
+        packed.require_order(composition.row_order(packed.shape[0]), "the plan")
+        assert packed.dtype == x_dtype
+        self.composition = composition
+
+    def run(self, x: torch.Tensor, packed: Any, **operands: torch.Tensor) -> None:
+        acc = x.float() @ packed.unpack().codes.float().T
+        if packed.scale is not None:
+            operands.setdefault("weight_scale", packed.scale)
+        for name, value in self.composition.evaluate(acc, **operands).items():
+            operands[name].copy_(value)
+
+
+class CountingTimer:
+    """Runs every copy once, then takes as many µs per call as candidates were prepared before."""
+
+    def __init__(self) -> None:
+        self.prepared = 0
+
+    def prepare(self, run: Run, copies: int, least_us: float) -> Slice:
+        assert least_us > 0
+        for copy in range(copies):
+            run(copy)
+        self.prepared += 1
+        time = float(self.prepared)
+        return lambda: [time, 100 * time, time]
+
+
+@pytest.fixture
+def timer() -> CountingTimer:
+    return CountingTimer()
+
+
+@pytest.fixture
+def cpu_plan(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[CpuPlan]]:
+    """``epicute.plan`` without a GPU, and torch.compile without its compile time."""
+    monkeypatch.setattr(epicute, "plan", CpuPlan, raising=False)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    return CpuPlan
+
+
+@pytest.fixture
+def layer() -> Callable[[str], Layer]:
+    """A tiny layer by the projection's name, on the CPU, with two copies."""
+    options = Options(shapes=("tiny",), M=80, device="cpu", rounds=2, check_rows=9)
+    return lambda name: Layer(TINY, name, options, copies=2)
+
+
+@pytest.fixture
+def source() -> Provenance:
+    return Provenance("NVIDIA H200", "580.1", "2.11.0", "4.8.1", "0123456789abcdef", "2026-11-29")

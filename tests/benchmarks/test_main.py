@@ -1,0 +1,58 @@
+"""The command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.__main__ import TABLES, finish, folder_of, options_of, parse
+from benchmarks.provenance import ROOT, Provenance
+from benchmarks.table import Row, Table
+
+
+def test_everything_by_default() -> None:
+    given = parse([])
+    assert given.tables == [*TABLES]
+    assert options_of(given, "gemm").shapes == ("1B", "8B", "70B", "405B")
+    assert options_of(given, "epilogue").shapes == ("8B", "1B", "70B")
+    assert options_of(given, "gemm").M == 2048
+
+
+def test_a_part_of_it() -> None:
+    given = parse(["gemm", "--shapes", "8B,70B", "--layers", "qkv", "--quick"])
+    options = options_of(given, "gemm")
+    assert given.tables == ["gemm"]
+    assert (options.shapes, options.layers) == (("8B", "70B"), ("qkv",))
+    assert options.rounds < options_of(parse([]), "gemm").rounds
+
+
+@pytest.mark.parametrize(
+    "wrong", [["attention"], ["gemm", "--shapes", "9B"], ["--layers", "gate"]], ids=str
+)
+def test_unknown_words_are_refused(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(wrong)
+    assert "known are" in capsys.readouterr().err
+
+
+def test_where_results_go(source: Provenance, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OUT", raising=False)
+    assert folder_of(parse([]), source) == ROOT / "benchmarks" / "results" / "h200"
+    monkeypatch.setenv("OUT", "/somewhere")
+    assert folder_of(parse([]), source) == Path("/somewhere")
+    assert folder_of(parse(["--out", "here"]), source) == Path("here")
+
+
+def test_a_table_with_a_failed_kernel_is_not_complete(source: Provenance, tmp_path: Path) -> None:
+    table = Table("gemm", "paper", "protocol", "floor", source, tmp_path / "gemm.json")
+    table.add(Row({"shape": "8B"}, 2.0, 1.0, failed={"quack-gemm": "ImportError: no"}))
+    assert finish(table)
+    table.add(Row({"shape": "8B"}, None, 1.0, failed={"ours": "CompileError: no"}))
+    assert not finish(table)
+
+
+def test_every_table_has_a_measure() -> None:
+    for module in TABLES.values():
+        assert callable(module.table), SimpleNamespace(module=module)

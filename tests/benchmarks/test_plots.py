@@ -1,0 +1,63 @@
+"""A figure from the JSON alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.plots import draw, main, series
+from benchmarks.provenance import Provenance
+from benchmarks.table import Row, Table
+
+pytest.importorskip("matplotlib", reason="the figures' library, extra `bench`")
+
+
+@pytest.fixture
+def table(source: Provenance, tmp_path: Path) -> dict[str, Any]:
+    found = Table("gemm", "paper", "protocol", "floor", source, tmp_path / "gemm.json")
+    case = {"shape": "8B", "layer": "o", "M": 2048, "N": 4096, "K": 4096}
+    found.add(Row(case, 80.0, 40.0, {"cublas-bf16": 100.0, "quack-gemm": 160.0}))
+    failed = {"ours": "CompileError: no", "quack-gemm": "TypeError: no"}
+    found.add(Row(case, None, 40.0, {"cublas-bf16": 80.0}, failed=failed))
+    return found.content
+
+
+def test_shares_of_the_floor(table: dict[str, Any]) -> None:
+    shown, found = series(table)
+    assert shown == "share of the floor, %"
+    assert found == {
+        "ours": [50.0, None],
+        "cublas-bf16": [40.0, 50.0],
+        "quack-gemm": [25.0, None],
+    }
+
+
+def test_times_where_there_is_no_floor(table: dict[str, Any]) -> None:
+    table["rows"][0]["floor_us"] = 0.0
+    assert series(table)[0] == "µs"
+    assert series(table)[1]["ours"] == [80.0, None]
+
+
+@pytest.mark.parametrize("floors", [True, False])
+def test_equal_tables_give_equal_figures(
+    floors: bool, table: dict[str, Any], tmp_path: Path
+) -> None:
+    for row in table["rows"]:
+        row["floor_us"] *= floors
+    for name in ("a.svg", "b.svg", "c.png"):
+        draw(table, tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_from_the_command_line(table: dict[str, Any], tmp_path: Path) -> None:
+    main([str(tmp_path / "gemm.json"), "--out", str(tmp_path / "figures"), "--format", "png"])
+    assert (tmp_path / "figures" / "gemm.png").stat().st_size > 1000
+
+
+def test_an_empty_table_draws(table: dict[str, Any], tmp_path: Path) -> None:
+    draw({**table, "rows": []}, tmp_path / "empty.svg")
+    assert json.loads((tmp_path / "gemm.json").read_text())["rows"]

@@ -1,0 +1,136 @@
+"""``epicute compile``: how a command line becomes a kernel, with a stand-in for the GEMM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from epicute import gemm
+from epicute.cli import main
+from epicute.epilogues import Dequantize, Store
+from epicute.jit import CompileKey, Target, forget
+from tests.jit.tiny import trace
+
+EPILOGUE = ["--epilogue", "Dequantize() >> Store(bf16)"]
+SIZE = ["--n", "256", "--k", "512"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    tile_m: int = 128
+    tile_n: int = 256
+    cluster_m: int = 2
+    stages: int = 4
+
+    def __str__(self) -> str:
+        return f"the plan {self.tile_m}, {self.tile_n}, {self.cluster_m}, {self.stages}"
+
+
+@dataclass
+class StandIn:
+    """What ``kernel_for`` was asked for; compiles the tiny kernel instead."""
+
+    spill: bool = False
+    asked: list[dict[str, Any]] = field(default_factory=list)
+
+    def __call__(self, composition: Any, *, schedule: Plan | None = None, **problem: Any) -> Any:
+        self.asked.append({"composition": composition, "schedule": schedule, **problem})
+        return Kernel(self.spill, problem["target"], schedule or Plan())
+
+
+@dataclass(frozen=True)
+class Kernel:
+    spill: bool
+    target: Target
+    plan: Plan
+
+    @property
+    def spec(self) -> SimpleNamespace:
+        return SimpleNamespace(schedule=self.plan)
+
+    @cached_property
+    def key(self) -> CompileKey:
+        return CompileKey("tests.command", {"spill": self.spill}, self.target)
+
+    def trace(self) -> Any:
+        return trace(2.0, 0, "heavy" if self.spill else "add")
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    found = StandIn()
+    monkeypatch.setattr(gemm, "kernel_for", found)
+    forget()
+    yield found
+    forget()
+
+
+@pytest.mark.compile
+def test_the_problem_and_the_report(stand_in: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile", *SIZE, "--dtype", "fp8", "--target", "sm90", *EPILOGUE]) == 0
+    assert stand_in.asked == [
+        {
+            "composition": Dequantize() >> Store(torch.bfloat16),
+            "schedule": None,
+            "n": 256,
+            "k": 512,
+            "dtype": torch.float8_e4m3fn,
+            "target": Target("sm_90a"),
+        }
+    ]
+    said = capsys.readouterr().out
+    assert said.startswith(str(Dequantize() >> Store(torch.bfloat16)))
+    assert "256 x 512 fp8 for sm_90a: the plan 128, 256, 2, 4" in said
+    assert "registers" in said
+    assert "spills         0 B stored, 0 B loaded" in said
+    assert main(["compile", *SIZE, *EPILOGUE]) == 0
+    assert capsys.readouterr().out.endswith("memory\n")
+
+
+@pytest.mark.compile
+def test_a_schedule_in_part(stand_in: StandIn) -> None:
+    options = ["--tile", "128x192", "--cluster", "1x1", "--stages", "5"]
+    assert main(["compile", *SIZE, *EPILOGUE, *options]) == 0
+    assert stand_in.asked[-1]["schedule"] == Plan(128, 192, 1, 5)
+    assert main(["compile", *SIZE, *EPILOGUE, "--stages", "3"]) == 0
+    assert stand_in.asked[-1]["schedule"] == Plan(stages=3)
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore:This static loop has")
+def test_spills_fail_unless_wanted(stand_in: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
+    stand_in.spill = True
+    assert main(["compile", *SIZE, *EPILOGUE]) == 1
+    assert "spill stores" in capsys.readouterr().err
+    assert main(["compile", *SIZE, *EPILOGUE, "--anyway"]) == 0
+    assert "spills         796 B" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--tile", "128"], "128x256"),
+        (["--cluster", "1x2"], "along M"),
+        (["--target", "sm_80"], "sm_90a"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_the_fix(
+    options: list[str], said: str, stand_in: StandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compile", *SIZE, *EPILOGUE, *options]) == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Fix: " in error
+
+
+def test_one_composition_is_needed(stand_in: StandIn) -> None:
+    for options in ([*SIZE], [*SIZE, *EPILOGUE, "--module", "x.py:y"], [*EPILOGUE, "--n", "1"]):
+        with pytest.raises(SystemExit) as caught:
+            main(["compile", *options])
+        assert caught.value.code == 2

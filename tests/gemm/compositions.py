@@ -1,0 +1,277 @@
+"""Named compositions by width, depth, dtype and schedule: what the gates compile and the GPU tests run.
+
+A ``Skeleton`` is a composition whose sizes are open. A ``Case`` is one kernel: a skeleton, or a projection of a published
+layer, with N, K, dtype of A and B, and schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+
+import torch
+
+from epicute.epilogues import (
+    Bias,
+    Columns,
+    Composition,
+    Dequantize,
+    EmitFP8,
+    Gain,
+    HeadNorm,
+    PlaceKV,
+    Policy,
+    ResidualAdd,
+    RoPE,
+    RowScale,
+    Store,
+    SumSquares,
+    SwiGLU,
+    compose,
+)
+from epicute.epilogues.resolve import resolve
+from epicute.gemm import GemmKernel, Problem, Schedule, kernel_for, shared_memory
+from epicute.jit import DEFAULT_TARGET
+from epicute.models.shapes import SHAPES, projections
+from tests.gemm.policies import (
+    OPERATION_GROUPS,
+    Operations,
+    blended,
+    centred,
+    clipped_to_largest,
+    sheared,
+    shifted,
+    soft_cap,
+    watched,
+)
+
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+DTYPES = {"bf16": BF16, "fp16": FP16, "fp8": FP8}
+DEPTHS = (576, 584)
+WIDTHS = (8, 24, 100, 200, 1000, 4720)
+"""Columns; compositions of heads take 1, 2, 3, 5, 6, 9 heads instead."""
+
+HEADS = dict(zip(WIDTHS, (1, 2, 3, 5, 6, 9), strict=True))
+HEAD_DIMS = (64, 80, 96, 128, 256)
+STYLES = ("half", "partial", "interleaved", "interleaved-partial")
+CELLS = {"none": None, "bf16": BF16, "fp16": FP16, "fp8": FP8}
+
+SCHEDULES: dict[str, tuple[int, int, int] | None] = {
+    "chosen": None,
+    "128x256c1": (128, 256, 1),
+    "128x192c2": (128, 192, 2),
+    "128x160c1": (128, 160, 1),
+    "128x128c2": (128, 128, 2),
+    "128x64c1": (128, 64, 1),
+    "256x128c2": (256, 128, 2),
+}
+"""Tile and cluster; the deepest pipeline that fits."""
+
+Chain = Policy | Composition
+Build = Callable[[int, int], Chain]
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A composition for any legal N and K.
+
+    Attributes:
+        build: the chain for N and K, without the scales of an FP8 product.
+        group: N is a multiple of it (a head, or a whole QKV group).
+        exact: nothing but additions, multiplications, comparisons and casts, so that the kernel has the bits of the
+            NumPy evaluation. features: what the covering set pairs. dtypes: operand dtypes other than the kinds' own.
+        scaled: the chain has its own ``Dequantize``.
+    """
+
+    name: str
+    family: str
+    build: Build
+    group: int = 1
+    exact: bool = True
+    features: Mapping[str, str] = field(default_factory=dict)
+    dtypes: tuple[tuple[str, torch.dtype], ...] = ()
+    scaled: bool = False
+
+    def columns(self, width: int) -> int:
+        """N for one of ``WIDTHS``."""
+        return HEADS[width] * self.group if self.group > 1 else width
+
+    def composition(self, n: int, k: int, dtype: torch.dtype) -> Composition:
+        """The whole composition; an FP8 product is dequantised first."""
+        chain = compose(self.build(n, k))
+        return Dequantize("row") >> chain if dtype == FP8 and not self.scaled else chain
+
+    @cached_property
+    def unit(self) -> int:
+        """Packed rows that must share a tile."""
+        n = self.columns(200)
+        return resolve(compose(self.build(n, 576)), n).order.unit
+
+    def allows(self, schedule: str) -> bool:
+        """Whether its unit divides the tile."""
+        tile = SCHEDULES[schedule]
+        return tile is None or tile[1] % self.unit == 0
+
+    def case(self, dtype: str, width: int, k: int, schedule: str = "chosen") -> Case:
+        """One kernel."""
+        n = self.columns(width)
+        composition = self.composition(n, k, DTYPES[dtype])
+        name = f"{self.name}-{dtype}-{n}x{k}-{schedule}"
+        tile = SCHEDULES[schedule]
+        return Case(name, composition, n, k, DTYPES[dtype], tile, self.exact, self.dtypes)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel, and whether its results are exact where its accumulators are."""
+
+    name: str
+    composition: Composition
+    n: int
+    k: int
+    dtype: torch.dtype
+    tile: tuple[int, int, int] | None = None
+    exact: bool = False
+    dtypes: tuple[tuple[str, torch.dtype], ...] = ()
+    alignments: tuple[tuple[str, int], ...] = ()
+
+    def kernel(self) -> GemmKernel:
+        """The kernel to compile."""
+        options = {"dtypes": dict(self.dtypes), "alignments": dict(self.alignments)}
+        sizes = {"n": self.n, "k": self.k, "dtype": self.dtype}
+        chosen = kernel_for(self.composition, **sizes, **options)
+        if self.tile is None:
+            return chosen
+        schedule = deepest(chosen.spec.problem, *self.tile)
+        return kernel_for(self.composition, **sizes, **options, schedule=schedule)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def deepest(problem: Problem, tile_m: int, tile_n: int, cluster: int) -> Schedule:
+    """The tile with as many stages as fit, six at most."""
+    for stages in (6, 5, 4, 3):
+        schedule = Schedule(tile_m, tile_n, cluster, stages)
+        if shared_memory(schedule, problem) <= DEFAULT_TARGET.smem_per_block:
+            return schedule
+    return Schedule(tile_m, tile_n, cluster, 2)
+
+
+def rope(head_dim: int, style: str) -> RoPE:
+    """RoPE of a head in one of ``STYLES``."""
+    pairing = style.split("-")[0]
+    rotary = 0
+    if style.endswith("partial"):
+        rotary = {64: 32, 80: 32, 96: 48 if style == "partial" else 32}.get(head_dim, 64)
+    return RoPE(head_dim, rotary, "interleaved" if pairing == "interleaved" else "half")
+
+
+def qkv(q: int, kv: int, turn: Chain, place: Policy) -> Columns:
+    """Fused QKV of ``q`` and ``kv`` columns; k is turned and placed, v placed."""
+    return Columns(q=(q, turn >> Store(BF16)), k=(kv, turn >> place), v=(kv, place))
+
+
+def heads(head_dim: int, style: str, norm: bool, cells: str) -> Skeleton:
+    """Norm and RoPE of plain heads, or fused QKV of 3 query heads to one of k and v."""
+    turn: Chain = rope(head_dim, style)
+    turn = HeadNorm(head_dim, 1e-6, 1.0) >> turn if norm else turn
+    dtype = CELLS[cells]
+
+    def build(n: int, k: int) -> Chain:
+        if dtype is None:
+            return compose(turn) >> Store(BF16)
+        return compose(qkv(n * 3 // 5, n // 5, turn, PlaceKV(head_dim, dtype)))
+
+    known = {"head_dim": str(head_dim), "style": style, "norm": str(norm), "cells": cells}
+    name = f"{'rope' if dtype is None else 'qkv'}.{head_dim}.{style}{'.norm' if norm else ''}"
+    name += f".{cells}" if dtype else ""
+    group = head_dim if dtype is None else 5 * head_dim
+    return Skeleton(name, "heads" if dtype is None else "qkv", build, group, False, known)
+
+
+def _of(family: str, exact: bool = True, group: int = 1, scaled: bool = False, **chains: Build):
+    for name, build in chains.items():
+        yield Skeleton(f"{family}.{name}", family, build, group, exact, scaled=scaled)
+
+
+def _skeletons() -> Iterator[Skeleton]:
+    yield from _of(
+        "store",
+        bf16=lambda n, k: Store(BF16),
+        fp16=lambda n, k: Store(FP16),
+        fp32=lambda n, k: Store(FP32),
+        fp8=lambda n, k: Store(FP8),
+        emit=lambda n, k: EmitFP8(),
+        all=lambda n, k: Store(BF16, name="h") >> EmitFP8() >> Store(FP32),
+    )
+    yield from _of(
+        "scales",
+        scaled=True,
+        tensor_column=lambda n, k: Dequantize("tensor", "column") >> Store(BF16),
+        row_column=lambda n, k: Dequantize("row", "column") >> Store(FP32),
+        row_tensor=lambda n, k: Dequantize("row", "tensor") >> Store(BF16),
+        tensor_tensor=lambda n, k: Dequantize("tensor", "tensor") >> Store(BF16),
+        none_column=lambda n, k: Dequantize(None, "column") >> Store(BF16),
+        bias=lambda n, k: Dequantize() >> Bias() >> Store(BF16),
+        gain=lambda n, k: Dequantize() >> Gain(1.0) >> Bias() >> Gain(name="g") >> Store(BF16),
+    )
+    yield from _of("scales", exact=False, row_scale=lambda n, k: RowScale(k) >> Store(BF16))
+    out = ResidualAdd() >> SumSquares() >> Store(BF16) >> EmitFP8()
+    for name, dtype in DTYPES.items():
+        kept = FP32 if dtype == FP8 else dtype
+        dtypes = (("residual", kept),)
+        yield Skeleton(f"residual.{name}", "residual", lambda n, k: out, dtypes=dtypes)
+    yield from _of(
+        "swiglu",
+        exact=False,
+        store=lambda n, k: SwiGLU() >> Store(BF16),
+        limited=lambda n, k: SwiGLU(1.702, 7.0) >> Store(FP32),
+        emit=lambda n, k: RowScale(k) >> SwiGLU() >> EmitFP8(),
+        bias=lambda n, k: Bias() >> SwiGLU() >> Bias(name="down") >> Store(BF16),
+        kept=lambda n, k: Store(BF16, name="h") >> SwiGLU() >> SumSquares() >> Store(BF16),
+    )
+    yield from _of(
+        "user",
+        shifted=lambda n, k: shifted() >> Store(BF16),
+        centred=lambda n, k: centred() >> Store(FP32),
+        clipped=lambda n, k: clipped_to_largest() >> Store(BF16),
+        watched=lambda n, k: shifted() >> watched(),
+    )
+    yield from _of("user", exact=False, soft_cap=lambda n, k: soft_cap(cap=30.0) >> Store(BF16))
+    yield from _of("user", blended=lambda n, k: blended(floor=-1.0) >> EmitFP8())
+    yield from _of("user", group=64, sheared=lambda n, k: sheared() >> Store(BF16))
+    for some in product(HEAD_DIMS, STYLES, (False, True), CELLS):
+        yield heads(*some)
+
+
+SKELETONS = {skeleton.name: skeleton for skeleton in _skeletons()}
+
+
+def operations() -> list[Case]:
+    """Every operation of the two interpreters, a few to a kernel."""
+    groups = zip(("numbers", "curves", "waves", "truths"), OPERATION_GROUPS, strict=True)
+    return [
+        Case(f"operations.{name}", compose(Operations(chosen=some)), 192, 192, BF16)
+        for name, some in groups
+    ]
+
+
+def projection(layer: str, shape: str, dtype: str) -> Case:
+    """A projection of a published layer as FuTransformer fuses it."""
+    sizes = SHAPES[shape]
+    n, k = projections(sizes)[layer]
+    scaled = dtype == "fp8"
+    if layer == "qkv":
+        turn, place = RoPE(sizes.head_dim), PlaceKV(sizes.head_dim)
+        chain = RowScale(k) >> qkv(sizes.q_width, sizes.kv_width, turn, place)
+    elif layer == "gate_up":
+        chain = RowScale(k) >> SwiGLU() >> (EmitFP8() if scaled else Store(BF16))
+    else:
+        chain = ResidualAdd() >> SumSquares() >> Store(BF16)
+        chain = chain >> EmitFP8() if scaled else chain
+    composition = Dequantize() >> chain if scaled else chain
+    exact = layer in ("o", "down")
+    return Case(f"{shape}.{layer}-{dtype}", composition, n, k, DTYPES[dtype], exact=exact)

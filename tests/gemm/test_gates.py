@@ -1,0 +1,116 @@
+"""Every kernel compiles to code that may run: no spills, no serialised WGMMA, shared memory that fits.
+
+``make test`` compiles a covering set, ``make gates`` every composition in every dtype, with widths, depths and schedules
+that take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import cycle
+
+import pytest
+
+from epicute.jit import DEFAULT_TARGET, Report, compile
+from epicute.models.shapes import SHAPES
+from tests.gemm.compositions import (
+    DEPTHS,
+    DTYPES,
+    SCHEDULES,
+    SKELETONS,
+    WIDTHS,
+    Case,
+    operations,
+    projection,
+)
+from tests.gemm.covering import INTERACTIONS, choices, covering, required
+
+LAYERS = ("qkv", "o", "gate_up", "down")
+
+LAUNCH_REGISTERS = 168
+"""Per thread when 384 threads share an SM; the warpgroups then trade among themselves."""
+
+SERVED = [
+    projection("qkv", "SmolLM2", "fp8"),
+    projection("qkv", "8B", "fp8"),
+    projection("qkv", "8B", "bf16"),
+    projection("gate_up", "SmolLM2", "bf16"),
+    projection("gate_up", "8B", "fp8"),
+    projection("o", "8B", "fp8"),
+    projection("down", "SmolLM2", "fp16"),
+]
+"""Projections of published layers."""
+
+
+def every_case() -> list[Case]:
+    """Each skeleton in each dtype, then all projections of all shapes."""
+    turns = zip(cycle(WIDTHS), cycle(DEPTHS * 2 + DEPTHS[:1]))
+    schedules = cycle(SCHEDULES)
+    found = []
+    for skeleton in SKELETONS.values():
+        for dtype in DTYPES:
+            width, k = next(turns)
+            schedule = next(s for s in schedules if skeleton.allows(s))
+            found.append(skeleton.case(dtype, width, k, schedule))
+    for shape in SHAPES:
+        found += [projection(layer, shape, dtype) for layer in LAYERS for dtype in DTYPES]
+    return found + operations()
+
+
+def gate(case: Case, record: Callable[[str, object], None]) -> Report:
+    """Compile strictly and note what the compiler said."""
+    kernel = case.kernel()
+    compiled = compile(kernel)
+    report = compiled.report
+    record("registers", report.registers)
+    record("shared_memory", report.shared_memory)
+    record("seconds", round(report.seconds, 2))
+    report.check(case.name, DEFAULT_TARGET.smem_per_block)
+    assert report.spill_stores == report.spill_loads == 0
+    assert report.registers is not None
+    assert report.registers <= LAUNCH_REGISTERS
+    assert report.shared_memory is not None
+    assert report.shared_memory <= kernel.shared_memory <= DEFAULT_TARGET.smem_per_block
+    return report
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("case", [*covering(), *SERVED], ids=str)
+def test_covering_set(case: Case, record_property: Callable[[str, object], None]) -> None:
+    gate(case, record_property)
+
+
+@pytest.mark.gates
+@pytest.mark.parametrize("case", every_case(), ids=str)
+def test_every_composition(case: Case, record_property: Callable[[str, object], None]) -> None:
+    gate(case, record_property)
+
+
+def test_the_covering_set_is_small_and_names_are_unique() -> None:
+    cases = [*covering(), *SERVED]
+    assert len(cases) <= 64
+    assert len({case.name for case in cases}) == len(cases)
+    assert len({case.name for case in every_case()}) == len(every_case())
+
+
+def test_the_covering_set_covers() -> None:
+    assert set().union(*(choice.covers() for choice in choices())) == required()
+    assert all(choice.skeleton.allows(choice.schedule) for choice in choices())
+
+
+def test_the_axes_hold_what_they_must() -> None:
+    """So that a renamed axis cannot empty an interaction unseen."""
+    wanted = required()
+    for axes in INTERACTIONS:
+        assert any(tuple(axis for axis, _ in some) == axes for some in wanted), axes
+    assert {"128x256c1", "128x192c2", "128x160c1", "128x128c2", "128x64c1", "256x128c2"} <= set(
+        SCHEDULES
+    )
+    assert {dict(some).get("head_dim") for some in wanted} >= {"64", "80", "96", "128", "256"}
+
+
+def test_unsafe_code_is_refused() -> None:
+    """What the gates rely on: a report with a spill does not pass."""
+    spilled = Report(168, 4, 8, 1000, (), 1.0, "")
+    with pytest.raises(Exception, match="4 B of spill stores"):
+        spilled.check("case", DEFAULT_TARGET.smem_per_block)
