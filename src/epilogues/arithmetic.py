@@ -27,7 +27,7 @@ PARTIAL = 64
 
 @dataclass(frozen=True)
 class Dequantize(Elementwise):
-    """x * weight_scale * scale (FuTransformer 2.3).
+    """x * (weight_scale * scale), or (x * weight_scale) * scale where scale is one per row (FuTransformer 2.3).
 
     Args:
         activation: ``"tensor"`` (``scale`` (1,) float32), ``"row"`` (``scale`` (M,) float32) or None.
@@ -59,11 +59,11 @@ class Dequantize(Elementwise):
         return found
 
     def apply(self, x: Value, ctx: Context) -> Value:
+        if self.weight and self.activation == "tensor":
+            return x * (ctx.weight_scale * ctx.scale)
         if self.weight:
             x = x * ctx.weight_scale
-        if self.activation:
-            x = x * ctx.scale
-        return x
+        return x * ctx.scale if self.activation else x
 
 
 @dataclass(frozen=True)

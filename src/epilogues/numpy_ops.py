@@ -40,6 +40,11 @@ def _truth(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _maximum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The larger number, NaN beside NaN, and 0 beside -0, of which NumPy alone would return either."""
+    return np.where((a == 0) & (b == 0), a + b, np.maximum(a, b))
+
+
 def _one() -> np.float32:
     return np.float32(1)
 
@@ -53,8 +58,8 @@ NUMPY_OPERATIONS: Table = {
     "sub": _float(np.subtract),
     "mul": _float(np.multiply),
     "div": _float(np.divide),
-    "min": _float(np.minimum),
-    "max": _float(np.maximum),
+    "min": _float(lambda a, b: -_maximum(-a, -b)),
+    "max": _float(_maximum),
     "lt": _truth(np.less),
     "le": _truth(np.less_equal),
     "gt": _truth(np.greater),

@@ -17,10 +17,12 @@ at once and may ask for their sum, and a ``Tap`` writes. The decorators ``policy
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
+from pickle import PicklingError
 from typing import TYPE_CHECKING, Any
 
 from epicute.epilogues.operands import Operand, as_operand
@@ -217,6 +219,27 @@ class _FromFunction:
 
     def apply(self, *arguments: Any) -> Any:
         return self.function(*arguments, **dict(self.parameters))
+
+    def __reduce__(self) -> Any:
+        """Pickled by the factory that the decorator left where the body's name was."""
+        place = (self.function.__module__, self.function.__qualname__)
+        if getattr(_factory_at(*place), "__wrapped__", None) is not self.function:
+            raise PicklingError(
+                f"{self.title} is not at {'.'.join(place)}, as its decorator left it"
+            )
+        return _remade, (*place, self.parameters, self.name)  # type: ignore[attr-defined]
+
+
+def _factory_at(module: str, qualname: str) -> Any:
+    found: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _remade(module: str, qualname: str, parameters: tuple[tuple[str, Any], ...], name: str) -> Any:
+    """The policy again, in another process."""
+    return _factory_at(module, qualname)(name=name, **dict(parameters))
 
 
 @dataclass(frozen=True, kw_only=True)

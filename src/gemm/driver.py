@@ -7,7 +7,9 @@ range, where there are several, is made at run time.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import cutlass
@@ -34,6 +36,8 @@ from epicute.epilogues.resolve import Domain, Resolved, Step
 from epicute.epilogues.values import Value
 from epicute.gemm.arguments import ArgumentLayout, OperandSpec
 from epicute.gemm.memory import (
+    fetch_global,
+    fetched,
     load_global,
     load_shared,
     load_some,
@@ -46,6 +50,11 @@ from epicute.gemm.staging import when
 __all__ = ["Driver", "Tile", "TileState"]
 
 INFINITY = float("inf")
+
+FETCH_COLUMNS = 64
+"""Columns of matrix operands that are on their way at a time, at most: 16 registers a thread for 64 of bfloat16."""
+
+Fetched = list[dict[tuple[int, int], dict[Any, Any]]]
 
 
 class TileState:
@@ -105,48 +114,85 @@ class Driver:
         self.unit = resolved.order.unit
         self.units = tile_n // self.unit
 
-    def run(self, acc: Any, tile: Tile, thread: Any) -> None:
+    def begin(self, tile: Tile, thread: Any) -> Fetched:
+        """Send for the first units' matrix operands; call it before the multiplication, which hides their way."""
+        return [self._fetch(tile, u, thread) for u in range(self._ahead())]
+
+    def run(self, acc: Any, tile: Tile, thread: Any, sent: Fetched) -> None:
         """Apply the composition to a tile.
 
         ``acc``: the thread's accumulators, 64 rows of ``tile_n`` columns for each 128 tile rows. ``thread``: among the
-        two consumer warpgroups.
+        two consumer warpgroups. ``sent``: what ``begin`` returned.
         """
-        total = sum(span.units for span in self.resolved.ranges)
-        whole = len(self.resolved.ranges) == 1 and total % self.units == 0
+        ahead = len(sent)
         for u in range(self.units):
+            if ahead and u + ahead < self.units:
+                sent.append(self._fetch(tile, u + ahead, thread))
             unit = tile.n * self.units + u
             for r, span in enumerate(self.resolved.ranges):
                 index = unit - span.first_unit
 
                 def body(r: int = r, u: int = u, index: Any = index) -> None:
-                    self._unit(acc, tile, r, u, index, thread)
+                    ready = sent[u] if ahead else {}
+                    for block, half, place in self._places(tile, r, u, index, thread):
+                        place.fetched = ready.get((block, half), {})
+                        self._row(acc, place, r, u, block, half)
 
-                if whole:
+                if self._one_range():
                     body()
                 else:
                     when((index >= 0) & (index < span.units), body)
 
-    def _unit(self, acc: Any, tile: Tile, r: int, u: int, index: Any, thread: Any) -> None:
+    def _one_range(self) -> bool:
+        """Whether every unit of every tile is a unit of the only range."""
+        total = sum(span.units for span in self.resolved.ranges)
+        return len(self.resolved.ranges) == 1 and total % self.units == 0
+
+    def _ahead(self) -> int:
+        """Units whose matrix operands are on their way at a time; 0 where none are or the range is not known."""
+        spans = self.resolved.ranges
+        steps = [s for s in spans[0].steps if any(map(is_matrix, s.policy.operands.values()))]
+        padded = any(_view_of(s).remaining(0, 0) is not None for s in steps)
+        if not self._one_range() or not steps or padded or self.tile_m > 128:
+            return 0
+        return min(max(FETCH_COLUMNS // self.unit, 1), self.units)
+
+    def _fetch(self, tile: Tile, u: int, thread: Any) -> dict[tuple[int, int], dict[Any, Any]]:
+        """Loads of unit ``u``'s matrix operands, by row and by operand and slot."""
+        found = {}
+        index = tile.n * self.units + u
+        for block, half, place in self._places(tile, 0, u, index, thread):
+            loads: dict[Any, Any] = {}
+            for part in self.resolved.ranges[0].blocks:
+                for step in part.steps:
+                    for local, kind in step.policy.operands.items():
+                        if is_matrix(kind):
+                            ctx = KernelContext(step, _view_of(step), place, False)
+                            ctx.send(step.names[local], loads)
+            found[block, half] = loads
+        return found
+
+    def _places(self, tile: Tile, r: int, u: int, index: Any, thread: Any) -> Iterator[Any]:
+        """(128-row block, half, place) of each row the thread holds."""
         group, within = thread // 128, thread % 128
         for block in range(self.tile_m // 128):
             for half in range(2):
                 row = block * 128 + group * 64 + within // 32 * 16 + within % 32 // 4 + 8 * half
-                place = Place(self, tile, r, u, index, row, thread % 4)
-                first = block * (self.tile_n // 2) + u * (self.unit // 8) * 4 + 2 * half
-                for part in self.resolved.ranges[r].blocks:
-                    lanes = [
-                        acc[first + 4 * b + e]
-                        for p in part.pieces
-                        for b in p.blocks
-                        for e in (0, 1)
-                    ]
-                    for i, step in enumerate(part.steps):
-                        lanes = self._step(step, lanes, place, i == len(part.steps) - 1)
+                yield block, half, Place(self, tile, r, u, index, row, thread % 4)
+
+    def _row(self, acc: Any, place: Place, r: int, u: int, block: int, half: int) -> None:
+        first = block * (self.tile_n // 2) + u * (self.unit // 8) * 4 + 2 * half
+        for part in self.resolved.ranges[r].blocks:
+            registers = [first + 4 * b + e for p in part.pieces for b in p.blocks for e in (0, 1)]
+            lanes = [acc[i] for i in registers]
+            for i, step in enumerate(part.steps):
+                lanes = self._step(step, lanes, place, i == len(part.steps) - 1)
 
     def _step(self, step: Step, lanes: list[Any], place: Place, last: bool) -> list[Any]:
         if not isinstance(step.policy, Pairwise):
             ctx = KernelContext(step, step.domain, place, last)
             out = run_body(ctx, Value(lanes, DSL_OPERATIONS))
+            ctx.finish()
             return lanes if out is None else _widen(out.raw, len(lanes))
         split = step.split
         assert split is not None
@@ -155,6 +201,7 @@ class Driver:
             return lanes
         pair = [Value([lanes[i] for i in s], DSL_OPERATIONS) for s in (split.first, split.second)]
         out = run_body(ctx, *pair)
+        ctx.finish()
         if isinstance(out, Value):
             return _widen(out.raw, len(split.first))
         found = list(lanes)
@@ -162,6 +209,16 @@ class Driver:
             for i, lane in zip(positions, _widen(value.raw, len(positions)), strict=True):
                 found[i] = lane
         return found
+
+
+def is_matrix(kind: Operand) -> bool:
+    """Whether the operand has an element per value."""
+    return isinstance(kind, Matrix)
+
+
+def _view_of(step: Step) -> Domain:
+    """The domain of the lanes that a step's body sees."""
+    return step.split.domain if step.split else step.domain
 
 
 def _widen(raw: list[Any], count: int) -> list[Any]:
@@ -186,6 +243,7 @@ class Place:
         self.live = self.row < rows
         self.safe_row = Int32(cutlass.select_(self.live, self.row, rows - Int32(1)))
         self._read: dict[str, Any] = {}
+        self.fetched: dict[Any, Any] = {}
 
     def row_value(self, name: str) -> Any:
         """A staged row operand."""
@@ -233,6 +291,8 @@ class KernelContext(Context):
         self._step, self._domain, self._place_at, self._last = step, domain, place, last
         self._cache: dict[str, Any] = {}
         self._origins: dict[int, Any] = {}
+        self._maxima: list[tuple[Any, list[Any]]] = []
+        self._counts: list[tuple[Any, list[Any]]] = []
 
     def _read(self, name: str, kind: Operand) -> Any:
         if name not in self._cache:
@@ -250,16 +310,28 @@ class KernelContext(Context):
         assert isinstance(kind, Matrix), kind
         return self._matrix(bound)
 
+    def send(self, bound: str, loads: dict[Any, Any]) -> None:
+        """Start loading a matrix operand's lanes into ``loads``."""
+        spec = self._place_at.driver.layout[bound]
+        row = self._matrix_row(spec)
+        for slot, lanes in self._domain.groups:
+            address = self._address(row, slot, lanes, spec.dtype.itemsize)
+            loads[bound, slot] = fetch_global(spec.dtype, address, lanes, spec.alignment)
+
+    def _matrix_row(self, spec: OperandSpec) -> Any:
+        place = self._place_at
+        stride = place.arguments[spec.at("row_stride")]
+        return place.arguments[spec.at("address")] + Int64(place.safe_row) * stride
+
     def _matrix(self, bound: str) -> list[Any]:
         place, spec = self._place_at, self._place_at.driver.layout[bound]
-        row = (
-            place.arguments[spec.at("address")]
-            + Int64(place.safe_row) * place.arguments[spec.at("row_stride")]
-        )
-        size, found = spec.dtype.itemsize, []
+        row, found = self._matrix_row(spec), []
         remaining = self._remaining()
         for slot, lanes in self._domain.groups:
-            address = self._address(row, slot, lanes, size)
+            if (bound, slot) in place.fetched:
+                found += fetched(place.fetched[bound, slot])
+                continue
+            address = self._address(row, slot, lanes, spec.dtype.itemsize)
             if remaining is None:
                 found += load_global(spec.dtype, address, lanes, spec.alignment)
             else:
@@ -338,7 +410,8 @@ class KernelContext(Context):
                 store_global(spec.dtype, address, found, spec.alignment, condition)
             else:
                 left = remaining[position][0]
-                store_global(spec.dtype, address, found, spec.alignment, live, left)
+                second = self._domain.columns // 2 * size if self._domain.halves else 0
+                store_global(spec.dtype, address, found, gcd(spec.alignment, second), live, left)
             position += count
 
     def _kept_lanes(self, lanes: list[Any], kind: Operand) -> list[Any]:
@@ -377,26 +450,53 @@ class KernelContext(Context):
         return [keep(*at, x, otherwise) for at, x in zip(remaining, lanes, strict=True)]
 
     def _record_max(self, name: str, raw: Any) -> None:
-        place = self._place_at
-        register = place.state.maxima[self._step.names[name]]
-        zero = Float32(0.0)
-        found = zero
-        for x in self._masked(_widen(raw, self._lane_count()), 0.0):
-            finite = select(Float32(x) < Float32(INFINITY), x, zero)
-            found = DSL_OPERATIONS["max"]([found], [finite])[0]
-        register[0] = DSL_OPERATIONS["max"]([register[0]], [select(place.live, found, zero)])[0]
+        register = self._place_at.state.maxima[self._step.names[name]]
+        lanes = self._masked(_widen(raw, self._lane_count()), 0.0)
+        self._maxima.append((register, [Float32(x) for x in lanes]))
 
     def _count(self, name: str, raw: Any) -> None:
-        place = self._place_at
-        register = place.state.counters[self._step.names[name]]
-        lanes = _widen(raw, self._lane_count())
-        if self._remaining() is not None:
-            ones = [select(Boolean(mask), Float32(1.0), Float32(0.0)) for mask in lanes]
-            lanes = [x > Float32(0.5) for x in self._masked(ones, 0.0)]
-        found = Int32(0)
-        for mask in lanes:
-            found = found + Int32(Boolean(mask))
-        register[0] = register[0] + Int32(cutlass.select_(place.live, found, Int32(0)))
+        register = self._place_at.state.counters[self._step.names[name]]
+        self._counts.append((register, [Boolean(m) for m in _widen(raw, self._lane_count())]))
+
+    def finish(self) -> None:
+        """Settle the step's maxima and counters.
+
+        Nearly always every value is finite and nothing is counted, which costs one instruction a lane to see; what
+        is not so is done over, lane by lane.
+        """
+        if not self._maxima and not self._counts:
+            return
+        largest = DSL_OPERATIONS["max"]
+        unusual = Boolean(False)
+        for register, lanes in self._maxima:
+            found = lanes[0]
+            for x in lanes[1:]:
+                found = largest([found], [x])[0]
+            finite = found < Float32(INFINITY)
+            usual = select(finite & self._place_at.live, found, Float32(0.0))
+            register[0] = largest([register[0]], [usual])[0]
+            unusual = unusual | (found >= Float32(INFINITY)) | (found != found)
+        for _, masks in self._counts:
+            for mask in masks:
+                unusual = unusual | mask
+        when(unusual & self._place_at.live, self._settle)
+
+    def _settle(self) -> None:
+        zero = Float32(0.0)
+        for register, lanes in self._maxima:
+            found = register[0]
+            for x in lanes:
+                finite = select(x < Float32(INFINITY), x, zero)
+                found = DSL_OPERATIONS["max"]([found], [finite])[0]
+            register[0] = found
+        remaining = self._remaining() if self._counts else None
+        for register, masks in self._counts:
+            total = register[0]
+            for i, mask in enumerate(masks):
+                one = select(mask, Float32(1.0), zero)
+                one = one if remaining is None else keep(*remaining[i], one, 0.0)
+                total = total + Int32(one > Float32(0.5))
+            register[0] = total
 
     def _placed(self, name: str, kind: Operand) -> Any:
         return [Boolean(self._place_at.cell(self._step.names[name]) >= Int64(0))]

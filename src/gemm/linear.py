@@ -49,18 +49,28 @@ def linear(
     composition = compose(epilogue)
     leading = x.shape[:-1]
     x = x.reshape(-1, x.shape[-1])
-    resolved = resolve(composition, packed.shape[0])
+    n, k = packed.shape
+    require(
+        x.shape[1] == k and x.dtype == packed.dtype,
+        "x",
+        f"{tuple(x.shape)} {x.dtype}",
+        f"(…, {k}) {packed.dtype}, as {packed.name}",
+        "quantise x to the weight's format, or the weight to x's",
+    )
+    resolved = resolve(composition, n)
+    packed.require_order(resolved.order, "the composition")
     given = {n: _scalar(v, x.device) for n, v in operands.items()}
     if "weight_scale" in resolved.kinds and packed.scale is not None:
         given.setdefault("weight_scale", packed.scale)
     if x.device.type == "cpu":
         acc = x.float() @ packed.unpack().codes.float().T
         found = composition.evaluate(acc, **given)
+        found |= {n: given[n].copy_(value) for n, value in found.items() if n in given}
     else:
         found = _run(x, packed, composition, resolved, given)
     outputs = [n for n, kind in resolved.kinds.items() if isinstance(kind, Output)]
     if len(found) == 1 and outputs:
-        return found[outputs[0]].reshape(*leading, -1)
+        return found[outputs[0]].reshape(*leading, found[outputs[0]].shape[1])
     return found
 
 

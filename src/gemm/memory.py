@@ -13,7 +13,16 @@ from cutlass import Float32, Int32, Int64, cute
 
 from epicute.epilogues.dsl import pack_words
 
-__all__ = ["DSL_DTYPES", "load_global", "load_shared", "load_some", "store_global", "store_word_if"]
+__all__ = [
+    "DSL_DTYPES",
+    "fetch_global",
+    "fetched",
+    "load_global",
+    "load_shared",
+    "load_some",
+    "store_global",
+    "store_word_if",
+]
 
 DSL_DTYPES = {
     torch.float32: cutlass.Float32,
@@ -37,13 +46,22 @@ def _view(dtype: Any, address: Any, count: int, alignment: int) -> Any:
 
 def load_global(dtype: torch.dtype, address: Any, count: int = 1, alignment: int = 0) -> list[Any]:
     """``count`` adjacent elements at ``address``; floats and integers below 64 bits arrive as Float32."""
+    return fetched(fetch_global(dtype, address, count, max(alignment, dtype.itemsize)))
+
+
+def fetch_global(dtype: torch.dtype, address: Any, count: int, alignment: int) -> Any:
+    """A register fragment of ``count`` adjacent elements, to be read with ``fetched`` when it has arrived."""
     native = DSL_DTYPES[dtype]
-    alignment = max(min(alignment, count * dtype.itemsize), dtype.itemsize)
-    source = _view(native, address, count, alignment)
     fragment = cute.make_rmem_tensor(count, native)
-    cute.autovec_copy(source, fragment)
-    keep = dtype in (torch.float32,)
-    return [fragment[i] if keep else fragment[i].to(Float32) for i in range(count)]
+    cute.autovec_copy(
+        _view(native, address, count, min(alignment, count * dtype.itemsize)), fragment
+    )
+    return fragment
+
+
+def fetched(fragment: Any) -> list[Any]:
+    """The fragment's elements as Float32."""
+    return [fragment[i].to(Float32) for i in range(cute.size(fragment))]
 
 
 def load_some(dtype: torch.dtype, address: Any, count: int, remaining: Any) -> list[Any]:

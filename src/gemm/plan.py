@@ -179,8 +179,9 @@ class Plan:
                 if given.get_device() != device:
                     raise _wrong(name, given, f"x's device, {x.device}", f"{name}.to(x.device)")
                 read(given, rows, found)
-        except KeyError:
+        except (AttributeError, KeyError):
             self._check_names(operands)
+            self._check_tensors(x, operands)
             raise
         last = first + (rows - 1) * stride + self._row_bytes
         for name, index in self._written:
@@ -238,6 +239,13 @@ class Plan:
             "every output as a tensor to write to",
             "allocate them; epicute.linear does",
         )
+
+    def _check_tensors(self, x: torch.Tensor, operands: Mapping[str, Any]) -> None:
+        for name, _ in self._readers:
+            if not isinstance(operands[name], torch.Tensor):
+                raise _wrong(
+                    name, operands[name], f"a tensor on {x.device}", "make a tensor of it once"
+                )
 
     def _check_x(self, x: torch.Tensor) -> tuple[int, int]:
         """(M, row stride in bytes)."""

@@ -50,7 +50,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the tiles are computed: ``tile_m`` × ``tile_n``, CTAs of a cluster along M, pipeline stages."""
+    """How the tiles are computed.
+
+    Attributes:
+        tile_m: rows of A; tile_n: packed rows of B. cluster_m: CTAs of a cluster, along M. stages: of the pipeline.
+    """
 
     tile_m: int = 128
     tile_n: int = 256
@@ -149,4 +153,14 @@ def choose(problem: Problem, target: Target) -> Schedule:
         schedule = Schedule(128, tile_n, cluster, stages)
         if shared_memory(schedule, problem) <= target.smem_per_block:
             return schedule
-    return Schedule(128, tile_n, cluster, 2)
+    shallowest = Schedule(128, tile_n, cluster, 2)
+    need = shared_memory(shallowest, problem)
+    require(
+        need <= target.smem_per_block,
+        "composition",
+        f"{staged_bytes(shallowest, problem)} bytes of operands to stage ({need} in all)",
+        f"at most {target.smem_per_block} bytes of shared memory",
+        "merge vector operands, or split the composition",
+        UnsupportedError,
+    )
+    return shallowest

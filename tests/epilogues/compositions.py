@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from epicute.epilogues import (
     Bias,
     Cells,
-    ColumnVector,
     Columns,
+    ColumnVector,
     Composition,
     Counter,
     Dequantize,
@@ -45,7 +45,7 @@ from epicute.epilogues import (
 from epicute.epilogues.resolve import resolve
 from epicute.errors import EpicuteError
 
-__all__ = ["compositions"]
+__all__ = ["GROUPED", "HEADS", "PAIRS", "PLAIN", "compositions"]
 
 STORED = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
@@ -74,7 +74,13 @@ def centred(x, ctx):
     return (x - ctx.total(x) * (1.0 / 64)) * ctx.weight + ctx.largest(x)
 
 
-@tap(over=64, sums=PartialsOutput(over=64), copy=Output(dtype=torch.float16), large=Counter, peak=Maximum)
+@tap(
+    over=64,
+    sums=PartialsOutput(over=64),
+    copy=Output(dtype=torch.float16),
+    large=Counter,
+    peak=Maximum,
+)
 def watch(x, ctx):
     """Everything a tap can write, and nothing passed on."""
     ctx.partials("sums", ctx.total(x))
@@ -83,8 +89,8 @@ def watch(x, ctx):
     ctx.store("copy", x)
 
 
-def head_policies(dim: int) -> list[Callable[[str], Policy]]:
-    """Policies that see heads of ``dim`` columns."""
+def head_policies(dim: int, rotary: int) -> list[Callable[[str], Policy]]:
+    """Policies that see heads of ``dim`` columns; where halves pair, the first ``rotary`` of them."""
 
     @policy(head_scale=PerHead(head_dim=dim))
     def by_head(x, ctx):
@@ -103,14 +109,15 @@ def head_policies(dim: int) -> list[Callable[[str], Policy]]:
         ctx.count("missed", ~ctx.placed("cells"))
         return ctx.place("cells", x)
 
-    rotary = [r for r in (16, 32, 48, 64, dim) if r <= dim]
-    styles = [("half", r) for r in rotary] + [("interleaved", r) for r in rotary]
     return [
-        *(lambda n, s=s, r=r: RoPE(dim, r, s, 1.25, name=n) for s, r in styles),
+        lambda n: RoPE(dim, rotary, "half", 1.25, name=n),
+        lambda n: RoPE(dim, rotary, "half", name=n),
+        lambda n: RoPE(dim, rotary, "interleaved", 1.25, name=n),
+        lambda n: RoPE(dim, dim, "interleaved", name=n),
         lambda n: HeadNorm(dim, 1e-5, 1.0, name=n),
         lambda n: PlaceKV(dim, name=n),
         lambda n: PlaceKV(dim, torch.float8_e4m3fn, name=n),
-        *(lambda n, f=f: f(name=n) for f in (by_head, turn, swap, keep)),
+        *(lambda n, f=f: f(name=n) for f in (by_head, turn if rotary == dim else swap, swap, keep)),
     ]
 
 
@@ -136,21 +143,27 @@ PAIRS: list[Callable[[str], Policy]] = [
     lambda n: SwiGLU(1.702, 7.0, name=n),
     lambda n: gated(name=n),
 ]
-HEADS = {dim: head_policies(dim) for dim in (16, 64, 80, 96, 128, 256)}
+HEADS = {
+    (dim, rotary): head_policies(dim, rotary)
+    for dim in (16, 64, 80, 96, 128, 256)
+    for rotary in (16, 32, 48, 64, dim)
+    if rotary <= dim
+}
 
 
 @st.composite
-def chains(draw: st.DrawFn, form: str, dim: int) -> list[Policy]:
+def chains(draw: st.DrawFn, form: str, dim: int, prefix: str = "p") -> list[Policy]:
     """Policies without a closing store; ``form`` is plain, pairs or heads."""
     pool = PLAIN + (GROUPED if draw(st.booleans()) else [])
+    heads = HEADS[dim, draw(st.sampled_from([r for d, r in HEADS if d == dim]))]
     if form == "heads":
-        pool = pool + HEADS[dim] * 2
+        pool = pool + heads * 2
     found = draw(st.lists(st.sampled_from(pool), min_size=0 if form == "pairs" else 1, max_size=4))
     if form == "heads":
-        found.append(draw(st.sampled_from(HEADS[dim])))
+        found.append(draw(st.sampled_from(heads)))
     if form == "pairs":
         found.insert(draw(st.integers(0, len(found))), draw(st.sampled_from(PAIRS)))
-    return [make(f"p{i}") for i, make in enumerate(found)]
+    return [make(f"{prefix}{i}") for i, make in enumerate(found)]
 
 
 FORMS = st.sampled_from(("plain", "pairs", "heads"))
@@ -168,19 +181,29 @@ def _width(draw: Any, form: str, dim: int, step: int) -> int:
 def compositions(draw: st.DrawFn) -> tuple[Composition, int]:
     """(a complete composition, a number of columns it accepts)."""
     store = Store(draw(st.sampled_from(STORED)), name="last")
-    dim = draw(st.sampled_from(sorted(HEADS)))
+    dim = draw(st.sampled_from(sorted({d for d, _ in HEADS})))
     if draw(st.integers(0, 2)):
         form = draw(FORMS)
         columns = _width(draw, form, dim, 1)
         parts = [*draw(chains(form, dim)), store]
         return _legal(lambda: compose(*parts), columns)
-    before = [make(f"b{i}") for i, make in enumerate(draw(st.lists(st.sampled_from(PLAIN), max_size=2)))]
+    outside = draw(st.lists(st.sampled_from(PLAIN + GROUPED), max_size=2))
+    before = [make(f"b{i}") for i, make in enumerate(outside)]
+    shared = draw(
+        st.booleans()
+    )  # the same names in all ranges, so that per-row operands are shared
     ranges = {}
     for name in draw(st.sampled_from(("q", "qk", "qkv"))):
         form = draw(FORMS)
-        width = _width(draw, form, dim, 16)
-        ranges[name] = (width, compose(*draw(chains(form, dim)), store))
-    return _legal(lambda: compose(*before, Columns(**ranges)), sum(w for w, _ in ranges.values()))
+        chain = draw(chains(form, dim, "p" if shared else name))
+        ranges[name] = (_width(draw, form, dim, 16), chain)
+    columns = sum(width for width, _ in ranges.values())
+    return _legal(
+        lambda: compose(
+            *before, Columns(**{n: (w, compose(*chain, store)) for n, (w, chain) in ranges.items()})
+        ),
+        columns,
+    )
 
 
 def _legal(make: Callable[[], Composition], columns: int) -> tuple[Composition, int]:

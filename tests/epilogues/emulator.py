@@ -96,7 +96,10 @@ def _unit(
             base = u * (resolved.order.unit // 8) * 4 + 2 * half
             for block in span.blocks:
                 found = [
-                    registers[base + 4 * b + e] for p in block.pieces for b in p.blocks for e in (0, 1)
+                    registers[base + 4 * b + e]
+                    for p in block.pieces
+                    for b in p.blocks
+                    for e in (0, 1)
                 ]
                 for step in block.steps:
                     found = _step(step, found, place)

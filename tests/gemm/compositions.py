@@ -1,7 +1,7 @@
 """Named compositions by width, depth, dtype and schedule: what the gates compile and the GPU tests run.
 
-A ``Skeleton`` is a composition whose sizes are open. A ``Case`` is one kernel: a skeleton, or a projection of a published
-layer, with N, K, dtype of A and B, and schedule.
+A ``Skeleton`` is a composition whose sizes are open. A ``Case`` is one kernel: a skeleton, or a projection of a
+published layer, with N, K, dtype of A and B, and schedule.
 """
 
 from __future__ import annotations
@@ -231,6 +231,7 @@ def _skeletons() -> Iterator[Skeleton]:
         limited=lambda n, k: SwiGLU(1.702, 7.0) >> Store(FP32),
         emit=lambda n, k: RowScale(k) >> SwiGLU() >> EmitFP8(),
         bias=lambda n, k: Bias() >> SwiGLU() >> Bias(name="down") >> Store(BF16),
+        residual=lambda n, k: ResidualAdd() >> SwiGLU() >> ResidualAdd(name="z") >> Store(BF16),
         kept=lambda n, k: Store(BF16, name="h") >> SwiGLU() >> SumSquares() >> Store(BF16),
     )
     yield from _of(

@@ -82,15 +82,13 @@ def watched(x, ctx):
 
 NUMBERS = ("add", "sub", "mul", "div", "min", "max", "neg", "abs", "floor", "where")
 CURVES = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "reciprocal")
-WAVES = ("sin", "cos", "tanh", "sigmoid", "round_bfloat16", "round_float16", "round_float8")
+ROUNDING = ("round_bfloat16", "round_float16", "round_float8")
+WAVES = ("sin", "cos", "tanh", "sigmoid")
 TRUTHS = ("lt", "le", "gt", "ge", "eq", "ne", "isnan")
 LOGIC = ("logical_and", "logical_or", "logical_not")
-OPERATION_GROUPS = (NUMBERS, CURVES, WAVES, (*TRUTHS, *LOGIC))
+OPERATION_GROUPS = (NUMBERS, CURVES, (*WAVES, *ROUNDING), (*TRUTHS, *LOGIC))
 
-EXACT_OPERATIONS = frozenset(
-    (*NUMBERS, *TRUTHS, *LOGIC, "sqrt", "reciprocal")
-    + ("round_bfloat16", "round_float16", "round_float8")
-) - {"div"}
+EXACT_OPERATIONS = frozenset((*NUMBERS, *TRUTHS, *LOGIC, *ROUNDING, "sqrt", "reciprocal")) - {"div"}
 """Rounded alike by both interpreters; the others are approximations of a few units in the last place."""
 
 

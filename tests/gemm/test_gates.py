@@ -1,7 +1,7 @@
 """Every kernel compiles to code that may run: no spills, no serialised WGMMA, shared memory that fits.
 
-``make test`` compiles a covering set, ``make gates`` every composition in every dtype, with widths, depths and schedules
-that take turns.
+``make test`` compiles a covering set, ``make gates`` every composition in every dtype, with widths, depths and
+schedules that take turns.
 """
 
 from __future__ import annotations

@@ -1,0 +1,325 @@
+"""Tables of README and docs, written from the results and never by hand.
+
+``python -m benchmarks.readme`` rewrites every block between ``<!-- generated: NAME -->`` and
+``<!-- end -->``; with ``--check`` it only says which files are stale, and exits with 1.
+
+| block | holds |
+|---|---|
+| status | what exists, and what of it GPU tests have covered |
+| planned | what does not exist yet |
+| summary | geometric mean, least and most of peer over ours, per table and format |
+| gemm, epilogue, calls | every row of the table of that name |
+| gpu-tests | passed, failed and skipped per test file |
+
+A table whose JSON is not there yet reads "not measured yet".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.provenance import ROOT
+from benchmarks.table import geometric_mean, label, validate
+from epicute.errors import ArgumentError, require
+
+__all__ = ["BLOCKS", "DEVICE", "PARTS", "PLANNED", "Part", "Results", "main", "pages", "rendered"]
+
+DEVICE = "h200"
+TABLES = ("gemm", "epilogue", "calls")
+GPU_TESTS = "gpu-tests"
+
+BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+OPENING = re.compile(r"<!-- generated:")
+
+
+# --- what is published ---
+
+
+@dataclass(frozen=True)
+class Results:
+    """The JSON files of one device's folder."""
+
+    folder: Path
+
+    @staticmethod
+    def of(root: Path = ROOT) -> Results:
+        """Those of ``DEVICE`` in a checkout."""
+        return Results(root / "benchmarks" / "results" / DEVICE)
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """A file's content, None where there is no file.
+
+        ``gpu-tests`` holds device, commit, date and ``files``: test file to passed, failed, skipped.
+        """
+        path = self.folder / f"{name}.json"
+        if not path.is_file():
+            return None
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if name != GPU_TESTS:
+            validate(found)
+        return found
+
+
+@dataclass(frozen=True)
+class Part:
+    """One line of the status table.
+
+    Attributes:
+        says: what it is.
+        modules: where it lives.
+        needs: what it needs to do its work: ``CPU``, ``Linux`` (compiles, no GPU) or ``sm_90a``.
+        tests: folders or files whose GPU tests cover it; none where no GPU is involved.
+    """
+
+    says: str
+    modules: tuple[str, ...]
+    needs: str
+    tests: tuple[str, ...] = ()
+
+
+KERNEL_TESTS = ("tests/gemm", "tests/epilogues")
+
+PARTS = (
+    Part("Compose, draw and evaluate epilogues", ("epicute.epilogues",), "CPU"),
+    Part("Float64 references, property tests", ("epicute.testing",), "CPU"),
+    Part(
+        "Weights in BF16, FP16, FP8 E4M3: quantise, pack, save, load", ("epicute.weights",), "CPU"
+    ),
+    Part("Paged KV addresses", ("epicute.kv",), "CPU"),
+    Part("Compile, report, cache", ("epicute.jit",), "Linux", ("tests/jit",)),
+    Part("Delayed FP8 scaling", ("epicute.quant",), "CPU", ("tests/quant",)),
+    Part("GEMM for any M, N, K", ("epicute.gemm",), "sm_90a", KERNEL_TESTS),
+    Part(
+        "All policies inside the GEMM, yours included",
+        ("epicute.epilogues",),
+        "sm_90a",
+        KERNEL_TESTS,
+    ),
+    Part("Command line, demo on SmolLM2-135M", ("epicute.cli", "epicute.models"), "Linux"),
+)
+
+PLANNED = (
+    "projections of few rows, INT4 weights (decode)",
+    "attention: prefill and decode, BF16, FP8 and INT4 KV",
+    "QK4PV8 attention (MpFA) and NVFP4",
+    "sm_100a (Blackwell): a `Target` of that name exists, and the GEMM refuses it",
+    "Hugging Face checkpoints as a whole, SGLang, vLLM and transformers plug-ins",
+)
+
+WORKS = {
+    "CPU": "works on any machine; tested on the CPU",
+    "Linux": "works on Linux; tested without a GPU",
+    "sm_90a": "compiles for sm_90a and is tested so",
+}
+
+
+def _covered(part: Part, tests: Mapping[str, Any] | None) -> str:
+    """What the recorded GPU tests say of a part."""
+    if not part.tests:
+        return ""
+    files = {} if tests is None else tests["files"]
+    mine = [count for path, count in files.items() if path.startswith(part.tests)]
+    passed, failed = (sum(count[word] for count in mine) for word in ("passed", "failed"))
+    if tests is None or not passed:
+        return "; not run on a GPU yet"
+    where = f"{tests['device']}, {tests['commit'][:10]}"
+    return f"; {passed} GPU tests pass ({where})" + (f", {failed} fail" if failed else "")
+
+
+def status(results: Results) -> str:
+    """The status table."""
+    tests = results.read(GPU_TESTS)
+    rows = [
+        (
+            part.says,
+            ", ".join(f"`{m}`" for m in part.modules),
+            WORKS[part.needs] + _covered(part, tests),
+        )
+        for part in PARTS
+    ]
+    return markdown(("part", "module", "state"), rows)
+
+
+def planned(results: Results) -> str:
+    """What does not exist yet."""
+    return "\n".join(f"- {what}" for what in PLANNED)
+
+
+# --- measured tables ---
+
+
+def absent(name: str) -> str:
+    """What stands where a file is missing."""
+    return f"Not measured yet: there is no `benchmarks/results/{DEVICE}/{name}.json`."
+
+
+def source(table: Mapping[str, Any]) -> str:
+    """Where a table's numbers come from, in a line."""
+    return (
+        f"{table['device']}, driver {table['driver']}, torch {table['torch']}, CuTe DSL "
+        f"{table['dsl']}, commit {table['commit'][:10]}, {table['date']}."
+    )
+
+
+def summary(results: Results) -> str:
+    """Peer over ours for the GEMM and its epilogues, without single rows."""
+    parts = []
+    for name in ("gemm", "epilogue"):
+        table = results.read(name)
+        parts.append(absent(name) if table is None else _ratios(table))
+    return "\n\n".join(parts)
+
+
+def _ratios(table: Mapping[str, Any]) -> str:
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in table["rows"]:
+        for peer, time in row["peers_us"].items():
+            if row["ours_us"]:
+                key = (row["case"].get("weights", "-"), peer)
+                found.setdefault(key, []).append(time / row["ours_us"])
+    rows = [
+        (weights, peer, *(f"{x:.2f}×" for x in (geometric_mean(r), min(r), max(r))), str(len(r)))
+        for (weights, peer), r in sorted(found.items())
+    ]
+    failed = sum(row["ours_us"] is None for row in table["rows"])
+    lost = f" {failed} cases of ours failed." if failed else ""
+    heads = ("weights", "peer", "peer's time over ours", "least", "most", "cases")
+    title = f"**{table['table']}**: {table['paper']}. {source(table)}{lost}"
+    return f"{title}\n\n{markdown(heads, rows)}"
+
+
+def whole(name: str) -> Callable[[Results], str]:
+    """The renderer of every row of a table."""
+
+    def render(results: Results) -> str:
+        table = results.read(name)
+        if table is None:
+            return absent(name)
+        groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+        for row in table["rows"]:
+            groups.setdefault(_peers(row), []).append(row)
+        parts = [source(table), *(_rows(peers, rows) for peers, rows in groups.items())]
+        parts += [f"Protocol: {table['protocol']}.", f"Floor: {table['floor']}."]
+        return "\n\n".join(parts)
+
+    return render
+
+
+def _peers(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """A row's peers, measured or failed."""
+    return tuple(sorted({*row["peers_us"], *row.get("failed", {})} - {"ours"}))
+
+
+def _rows(peers: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    heads = ("case", "ours, µs", "of the floor", *peers, "error: norm", "worst row")
+    return markdown(heads, [_row(peers, row) for row in rows])
+
+
+def _row(peers: Sequence[str], row: Mapping[str, Any]) -> tuple[str, ...]:
+    ours, floor, error = row["ours_us"], row["floor_us"], row["error"]
+
+    def peer(name: str) -> str:
+        if name in row.get("failed", {}):
+            return "failed"
+        time = row["peers_us"].get(name)
+        if time is None:
+            return "-"
+        return f"{time:.1f} ({time / ours:.2f}×)" if ours else f"{time:.1f}"
+
+    return (
+        label(row["case"]),
+        f"{ours:.1f}" if ours else "failed",
+        f"{floor / ours:.0%}" if ours and floor else "-",
+        *map(peer, peers),
+        *(f"{error[word]:.1e}" if error else "-" for word in ("norm", "worst_row")),
+    )
+
+
+def gpu_tests(results: Results) -> str:
+    """Passed, failed and skipped per test file."""
+    tests = results.read(GPU_TESTS)
+    if tests is None:
+        return f"Not run yet: there is no `benchmarks/results/{DEVICE}/{GPU_TESTS}.json`."
+    words = ("passed", "failed", "skipped")
+    rows = [(f"`{p}`", *(str(n[w]) for w in words)) for p, n in sorted(tests["files"].items())]
+    head = f"{tests['device']}, commit {tests['commit'][:10]}, {tests['date']}."
+    return f"{head}\n\n{markdown(('file', *words), rows)}"
+
+
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; a bar in a cell is escaped."""
+
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+    return "\n".join([line(heads), f"|{'---|' * len(heads)}", *map(line, rows)])
+
+
+BLOCKS: dict[str, Callable[[Results], str]] = {
+    "status": status,
+    "planned": planned,
+    "summary": summary,
+    GPU_TESTS: gpu_tests,
+    **{name: whole(name) for name in TABLES},
+}
+
+
+# --- pages ---
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    """README and the pages of the docs."""
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+
+
+def rendered(text: str, results: Results, name: str = "text") -> str:
+    """``text`` with every block written anew; raises ArgumentError for one that is not known or does not end."""
+
+    def block(found: re.Match[str]) -> str:
+        opening, called, _, ending = found.groups()
+        require(
+            called in BLOCKS,
+            name,
+            f"a block {called!r}",
+            f"one of {', '.join(BLOCKS)}",
+            "rename it",
+        )
+        return f"{opening}\n{BLOCKS[called](results)}\n\n{ending}"
+
+    whole_blocks = len(BLOCK.findall(text))
+    if whole_blocks != len(OPENING.findall(text)):
+        raise ArgumentError(
+            f"{name}: got a block that does not end, expected <!-- end --> after each. Fix: close it"
+        )
+    return BLOCK.sub(block, text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rewrite the pages, or name the stale ones."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail where stale")
+    parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    results = Results.of(given.root)
+    stale = []
+    for page in pages(given.root):
+        text = page.read_text(encoding="utf-8")
+        new = rendered(text, results, page.name)
+        if new != text:
+            stale.append(str(page.relative_to(given.root)))
+            if not given.check:
+                page.write_text(new, encoding="utf-8")
+    for path in stale:
+        print(f"{path}: {'stale' if given.check else 'rewritten'}")
+    return 1 if given.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,325 @@
+"""Policies of the user's own: what a declaration and a body may say, and how a mistake is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from epicute.epilogues import (
+    Cells,
+    ColumnVector,
+    Counter,
+    Dequantize,
+    HeadNorm,
+    HeadVector,
+    Matrix,
+    Maximum,
+    Output,
+    Partials,
+    PartialsOutput,
+    PerHead,
+    PlaceKV,
+    Policy,
+    RoPE,
+    RowScale,
+    RowVector,
+    Scalar,
+    Slots,
+    Store,
+    SwiGLU,
+    pairwise,
+    policy,
+    reducing,
+    tap,
+)
+from epicute.epilogues.operands import as_operand
+from epicute.errors import ArgumentError, CompositionError, EpicuteError
+from tests.epilogues.model import assert_same, noise
+
+F32, BF16, FP8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
+
+
+def evaluate(made: Policy, columns: int = 64, **operands: Any) -> torch.Tensor:
+    return (made >> Store(F32, name="last")).evaluate(noise(3, columns), **operands)["last_out"]
+
+
+@policy(table=RowVector, row=ColumnVector)
+def full(x, ctx, *, cap: float, gain: float = 2.0):
+    """Fields with and without defaults, and operands."""
+    return ctx.min(x * gain, cap) + ctx.table * ctx.row
+
+
+@pairwise(pairs="interleaved", keeps=True, head_dim=32)
+def swapped(first, second, ctx):
+    """Neighbours change places."""
+    return second, first
+
+
+@reducing(over=32)
+def normed(x, ctx, *, eps: float = 1.0):
+    """x by the root of the sum of squares of its 32 columns."""
+    return x * ctx.rsqrt(ctx.total(x * x) + eps)
+
+
+@tap(hits=Counter, peak=Maximum, limit=Scalar)
+def watched(x, ctx):
+    """Nothing is returned, so x passes."""
+    ctx.count("hits", x > ctx.limit)
+    ctx.record_max("peak", abs(x))
+
+
+class TestDecorators:
+    def test_fields_operands_and_title(self) -> None:
+        made = full(cap=1.5)
+        assert made.title == "full"
+        assert str(made) == "full(cap=1.5, gain=2.0)"
+        assert list(made.operands) == ["table", "row"]
+        assert full.__doc__ == "Fields with and without defaults, and operands."
+        acc, table, row = noise(3, 64), noise(64, seed=1), noise(3, seed=2)
+        expected = (acc * 2.0).clamp(max=1.5) + table * row[:, None]
+        assert_same(evaluate(made, table=table, row=row), expected)
+
+    def test_equal_fields_make_equal_policies(self) -> None:
+        assert full(cap=1.5) == full(cap=1.5, gain=2.0)
+        assert full(cap=1.5) != full(cap=1.5, name="other")
+        assert hash(full(cap=1.5)) == hash(full(gain=2.0, cap=1.5))
+
+    def test_kept_pairs(self) -> None:
+        expected = noise(3, 64).reshape(3, 32, 2).flip(2).reshape(3, 64)
+        assert_same(evaluate(swapped()), expected)
+
+    def test_groups(self) -> None:
+        x = noise(3, 64).reshape(3, 2, 32).double()
+        expected = x / (x.square().sum(2, keepdim=True) + 1).sqrt()
+        assert torch.allclose(evaluate(normed()).double(), expected.reshape(3, 64), rtol=1e-6)
+
+    def test_a_tap_passes_what_it_does_not_replace(self) -> None:
+        x = noise(3, 64)
+        out = (watched() >> Store(F32)).evaluate(x, limit=torch.zeros(1))
+        assert_same(out["out"], x)
+        assert int(out["hits"]) == int((x > 0).sum())
+        assert float(out["peak"]) == float(x.abs().max())
+
+    def test_integers_of_a_row_arrive_as_floats(self) -> None:
+        row = torch.tensor([1, 2**24, -3])
+        one = torch.ones(64)
+        found = evaluate(full(cap=0.0, gain=0.0), table=one, row=row)
+        assert_same(found, row.to(F32)[:, None].expand(3, 64))
+
+
+def body(x, ctx):
+    """Some body."""
+    return x
+
+
+def body_of_pair(first, second, ctx):
+    """Some body of a pair."""
+    return first
+
+
+def with_name(x, ctx, *, name: str = "x"):
+    """``name`` is every policy's own."""
+    return x
+
+
+MISDECLARED: dict[str, tuple[Callable[[], Any], str]] = {
+    "positional field": (
+        lambda: policy(lambda x, ctx, cap: x),
+        r"signature .*expected \(x, ctx, \*",
+    ),
+    "no context": (lambda: policy(lambda x: x), r"signature .*make every field keyword-only"),
+    "a pair without second": (lambda: pairwise()(body), r"expected \(first, second, ctx, \*"),
+    "a field called name": (lambda: policy(with_name), r"with_name: got signature .*call none of"),
+    "an operand called exp": (lambda: policy(exp=RowVector)(body), r"body: operand: got exp"),
+    "an operand called store": (
+        lambda: policy(store=Scalar)(body),
+        r"operand: got store, expected",
+    ),
+    "an operand called as_kept": (lambda: policy(as_kept=Scalar)(body), r"operand: got as_kept"),
+    "no kind": (lambda: policy(bias=torch.float32)(body), r"operand kind: got torch.float32"),
+    "pairs": (lambda: pairwise(pairs="adjacent"), r"pairs: got adjacent, expected 'halves' or"),
+    "unknown field": (lambda: full(cap=1.0, gian=2.0), r"full: got field 'gian', expected cap, ga"),
+    "missing field": (lambda: full(), r"full: cap: got nothing, expected a value. Fix: call full"),
+    "dtype of a kind": (lambda: Scalar(dtype=torch.int64), r"Scalar.dtype: got torch.int64"),
+    "Dequantize": (
+        lambda: Dequantize("rows"),
+        r"Dequantize.activation: got 'rows', expected 'tens",
+    ),
+    "Dequantize weight": (lambda: Dequantize("row", "row"), r"Dequantize.weight: got 'row'"),
+    "RowScale": (lambda: RowScale(width=0), r"RowScale.width: got 0"),
+    "SwiGLU": (lambda: SwiGLU(limit=0.0), r"SwiGLU.limit: got 0.0, expected a positive"),
+    "RoPE style": (lambda: RoPE(64, 64, "neox"), r"RoPE.style: got 'neox', expected 'half' or"),
+    "RoPE rotary": (lambda: RoPE(64, 128), r"RoPE.rotary_dim: got 128, expected .*head_dim=64"),
+    "RoPE rotary of 8": (lambda: RoPE(64, 8), r"RoPE.rotary_dim: got 8"),
+    "RoPE without a head": (lambda: RoPE(), r"RoPE.head_dim: got 0, expected a multiple of 16"),
+    "HeadNorm": (lambda: HeadNorm(512), r"HeadNorm.head_dim: got 512, expected .* up to 256"),
+    "PlaceKV": (lambda: PlaceKV(24), r"PlaceKV.head_dim: got 24"),
+    "PlaceKV cells": (
+        lambda: PlaceKV(64, F32),
+        r"PlaceKV.dtype: got torch.float32, expected torch.b",
+    ),
+    "Store": (lambda: Store(torch.float64), r"Store.dtype: got torch.float64"),
+}
+
+
+@pytest.mark.parametrize("case", MISDECLARED)
+def test_refused_at_declaration(case: str) -> None:
+    make, message = MISDECLARED[case]
+    with pytest.raises(EpicuteError, match=message) as caught:
+        make()
+    assert "Fix: " in str(caught.value)
+
+
+IMPOSSIBLE: dict[str, tuple[Any, str]] = {
+    "heads without width": (
+        policy(s=PerHead)(body),
+        r"body: operand 's': got PerHead.*s=PerHead\(h",
+    ),
+    "vector without length": (policy(s=HeadVector)(body), r"expected a positive length"),
+    "partials without width": (policy(s=Partials)(body), r"expected a positive width"),
+    "cells without slots": (tap(c=Cells(head_dim=64))(body), r"Cells.* without an operand 'slots'"),
+    "slots of another kind": (
+        tap(c=Cells(head_dim=64), slots=ColumnVector)(body),
+        r"without an operand 'slots', expected the slots",
+    ),
+    "partials of another group": (
+        tap(over=64, p=PartialsOutput(over=32))(body),
+        r"body: operand 'p': got PartialsOutput\(over=32.* reduces over 64 columns",
+    ),
+    "partials without a group": (tap(p=PartialsOutput(over=64))(body), r"reduces over 0 columns"),
+    "two head dimensions": (
+        policy(a=PerHead(head_dim=64), b=PerHead(head_dim=32))(body),
+        r"got heads of 32 and of 64",
+    ),
+    "heads in a pair": (
+        pairwise(keeps=True, head_dim=64, s=PerHead(head_dim=64))(body_of_pair),
+        r"body_of_pair: got an operand for each head of 64 columns in a pairwise policy",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_operands_that_cannot_work_are_refused_at_composition(case: str) -> None:
+    make, message = IMPOSSIBLE[case]
+    with pytest.raises(CompositionError, match=message):
+        make() >> Store(F32)
+
+
+@policy(head_scale=PerHead(head_dim=64))
+def by_head(x, ctx):
+    """Says heads through its operand alone."""
+    return x * ctx.head_scale
+
+
+@tap(cells=Cells(dtype=torch.float16, head_dim=64), slots=Slots)
+def keep(x, ctx):
+    """A cache of the user's own."""
+    return ctx.place("cells", x)
+
+
+class TestHeadsFromOperands:
+    """An operand for heads makes the policy head-wide, or its unit could cut a head."""
+
+    def test_the_order_holds_whole_heads(self) -> None:
+        for made in (by_head(), keep()):
+            order = (made >> Store(F32)).row_order(192)
+            assert (order.ranges[0].kind, order.ranges[0].head_dim) == ("heads", 64)
+            assert order.unit % 64 == 0
+
+    def test_values(self) -> None:
+        scale = torch.tensor([2.0, 3.0, 4.0])
+        found = evaluate(by_head(), 192, head_scale=scale)
+        assert_same(found, noise(3, 192) * scale.repeat_interleave(64))
+
+    def test_refused_next_to_other_heads_and_halves(self) -> None:
+        with pytest.raises(CompositionError, match="RoPE >> by_head: got heads of 128 and of 64"):
+            RoPE(128) >> by_head()
+        with pytest.raises(CompositionError, match="SwiGLU >> by_head: got a head-wide policy"):
+            SwiGLU() >> by_head()
+
+
+def unknown(x, ctx):
+    return x + ctx.bais
+
+
+def reads_output(x, ctx):
+    return x + ctx.out_values
+
+
+def stores_elsewhere(x, ctx):
+    ctx.store("copy", x)
+
+
+def stores_vector(x, ctx):
+    ctx.store("bias", x)
+
+
+def branches(x, ctx):
+    return x if x > 0 else -x
+
+
+def converts(x, ctx):
+    return x * float(x)
+
+
+def too_few(x, ctx):
+    return ctx.where(x > 0, x)
+
+
+def sums_alone(x, ctx):
+    return x - ctx.total(x)
+
+
+def returns_nothing(x, ctx):
+    x * 2.0
+
+
+def returns_number(x, ctx):
+    return 1.0
+
+
+def returns_two(x, ctx):
+    return x, x
+
+
+def one_of_two(first, second, ctx):
+    return first
+
+
+OUT = Output(dtype=F32)
+WRONG_BODIES: dict[str, tuple[Any, str]] = {
+    "unknown name": (policy(bias=RowVector)(unknown), r"ctx.bais: got an unknown name.*\(bias\)"),
+    "read of an output": (tap(out_values=OUT)(reads_output), r"ctx.out_values: got a read of Out"),
+    "undeclared output": (tap(copy_=OUT)(stores_elsewhere), r"'copy': got None, expected a decl"),
+    "store to a vector": (tap(bias=RowVector)(stores_vector), r"'bias': got RowVector.* Output"),
+    "branch": (policy(branches), r"a branch on a value.*ctx.where"),
+    "float": (policy(converts), r"a conversion of a value to a Python float"),
+    "arguments": (policy(too_few), r"ctx.where: got 2 arguments, expected 3"),
+    "sum without a group": (policy(sums_alone), r"ctx.total: got a policy without a group"),
+    "sum in a tap without one": (tap()(sums_alone), r"@reducing\(over=64\) or @tap\(over=64\)"),
+    "no result": (policy(returns_nothing), r"returns_nothing: body: got a result of NoneType"),
+    "a number": (policy(returns_number), r"returns_number: body: got a result of float"),
+    "two results": (policy(returns_two), r"result of Value, Value, expected one value"),
+    "one for a kept pair": (
+        pairwise(keeps=True, head_dim=32)(one_of_two),
+        r"one_of_two: body: got a result of Value, expected two values",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_BODIES)
+def test_a_wrong_body_is_named(case: str) -> None:
+    make, message = WRONG_BODIES[case]
+    operands = {"bias": torch.ones(64)} if "bias" in make().operands else {}
+    with pytest.raises(CompositionError, match=message):
+        evaluate(make(), **operands)
+
+
+def test_kinds_by_class_or_by_value() -> None:
+    assert as_operand(Matrix) == Matrix()
+    assert as_operand(Matrix(dtype=F32)).dtype == F32
+    with pytest.raises(ArgumentError, match="operand kind"):
+        as_operand(3)  # type: ignore[arg-type]

@@ -1,0 +1,230 @@
+"""``linear`` on CPU tensors: the evaluation, allocation of outputs, and a plan cache that holds no weight."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from epicute.epilogues import (
+    Bias,
+    Dequantize,
+    EmitFP8,
+    PlaceKV,
+    ResidualAdd,
+    Store,
+    SumSquares,
+    SwiGLU,
+    compose,
+)
+from epicute.errors import ArgumentError, EpicuteError
+from epicute.gemm import linear
+from epicute.testing import assert_equal_bits, inputs_unchanged
+from epicute.weights import Quantized, Weight
+from tests.gemm.planned import weight
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+N, K, M = 192, 64, 5
+OUT = Dequantize() >> ResidualAdd() >> SumSquares() >> Store(BF16) >> EmitFP8()
+
+
+def integers(*shape: int) -> torch.Tensor:
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(7)).float()
+
+
+def test_the_cpu_gives_what_evaluate_gives() -> None:
+    packed = weight(OUT, N, K, "fp8")
+    x = integers(M, K).to(FP8)
+    read = {
+        "scale": torch.tensor([0.37]),
+        "residual": torch.randn(M, N).to(BF16),
+        "out_scale": torch.tensor([0.05]),
+    }
+    starts = {
+        "amax": torch.tensor([1.0]),
+        "saturated": torch.tensor([3]),
+        "nans": torch.tensor([0]),
+    }
+    acc = x.float() @ packed.unpack().codes.float().T
+    wanted = OUT.evaluate(acc, weight_scale=packed.scale, **read, **starts)
+    with inputs_unchanged(x=x, codes=packed.codes, **read):
+        found = linear(x, packed, OUT, **read, **starts)
+    assert isinstance(found, dict)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert_equal_bits(found[name], value, name)
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp16", "fp8"])
+def test_one_output_comes_alone(format: str) -> None:
+    chain = Dequantize(None) >> Store(torch.float32) if format == "fp8" else Store(torch.float32)
+    packed = weight(chain, N, K, format)
+    x = integers(M, K).to(packed.dtype)
+    found = linear(x, packed, chain)
+    assert isinstance(found, torch.Tensor)
+    wanted = x.double() @ packed.unpack().dequantize().double().T
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("leading", [(), (1,), (7,), (2, 3), (2, 1, 3), (0,), (2, 0, 3)])
+def test_ge_11_leading_axes_come_back(leading: tuple[int, ...]) -> None:
+    chain = SwiGLU() >> Store(BF16)
+    packed = weight(chain, N, K)
+    x = integers(*leading, K).to(BF16)
+    found = linear(x, packed, chain)
+    assert found.shape == (*leading, N // 2)
+    flat = linear(x.reshape(-1, K), packed, chain)
+    assert_equal_bits(found.reshape(flat.shape), flat)
+
+
+def test_strided_x_is_what_it_shows() -> None:
+    packed = weight(Store(BF16), N, K)
+    big = integers(2 * M, 3 * K).to(BF16)
+    for x in (big[::2, K : 2 * K], big[:, ::3], big.T[:K].T):
+        assert_equal_bits(linear(x, packed, Store(BF16)), linear(x.clone(), packed, Store(BF16)))
+
+
+def test_numbers_are_scalars() -> None:
+    chain = Dequantize() >> Store(BF16)
+    packed = weight(chain, N, K, "fp8")
+    x = integers(M, K).to(FP8)
+    by_number = linear(x, packed, chain, scale=0.37)
+    assert_equal_bits(by_number, linear(x, packed, chain, scale=torch.tensor([0.37])))
+    assert_equal_bits(linear(x, packed, chain, scale=2), linear(x, packed, chain, scale=2.0))
+
+
+def test_a_bare_policy_will_do() -> None:
+    packed = weight(Store(BF16), N, K)
+    x = integers(M, K).to(BF16)
+    assert_equal_bits(linear(x, packed, Store(BF16)), linear(x, packed, compose(Store(BF16))))
+
+
+def test_ge_05_shards_keep_their_scales() -> None:
+    """x = 1 and codes = 1 over K = 512 with scales 1, 0.01 and 100: exactly 512, 5.12 and 51200 in BF16."""
+    ones = torch.ones(16, 512).to(FP8)
+    shards = [Quantized("fp8", ones, torch.tensor([s])) for s in (1.0, 0.01, 100.0)]
+    chain = Dequantize() >> Store(BF16)
+    packed = Quantized.concat(shards).pack(chain.row_order(48))
+    found = linear(torch.ones(4, 512).to(FP8), packed, chain, scale=1.0)
+    wanted = torch.tensor([512.0, 5.12, 51200.0]).to(BF16).repeat_interleave(16).expand(4, 48)
+    assert torch.equal(found, wanted)
+
+
+def test_a_missing_operand_is_refused() -> None:
+    packed = weight(Bias() >> Store(BF16), N, K)
+    with pytest.raises(ArgumentError, match="missing bias"):
+        linear(integers(M, K).to(BF16), packed, Bias() >> Store(BF16))
+
+
+def test_a_cache_to_write_to_is_the_callers() -> None:
+    chain = compose(PlaceKV(64))
+    packed = weight(chain, N, K)
+    slots = torch.arange(M)
+    with pytest.raises(ArgumentError, match=r"cells.*Fix: pass cells="):
+        linear(integers(M, K).to(BF16), packed, chain, slots=slots)
+
+
+# --- the plans behind it ---
+
+
+class PlanStub:
+    """Remembers runs, computes nothing."""
+
+    def __init__(self) -> None:
+        self.made: list[dict[str, Any]] = []
+
+    def plan(self, composition: Any, packed: Any, **options: Any) -> PlanStub:
+        self.made.append(options)
+        return self
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> PlanStub:
+    module = importlib.import_module("epicute.gemm.linear")
+    made = PlanStub()
+    monkeypatch.setattr(module, "plan", made.plan)
+    module._plan_for.cache_clear()
+    yield made
+    module._plan_for.cache_clear()
+
+
+def plan_for(packed: Any, chain: Any, dtypes: Any = (), alignments: Any = ()) -> Any:
+    module = importlib.import_module("epicute.gemm.linear")
+    return module._plan_for(compose(chain), module._Weight(packed), dtypes, alignments)
+
+
+def test_jc_04_one_plan_for_weights_of_one_shape(stub: PlanStub) -> None:
+    chain = Bias() >> Store(BF16)
+    for _ in range(3):
+        plan_for(weight(chain, N, K), chain)
+    assert len(stub.made) == 1
+
+
+def test_jc_03_what_decides_the_kernel_makes_a_plan_of_its_own(stub: PlanStub) -> None:
+    chain = Bias() >> Store(BF16)
+    plan_for(weight(chain, N, K), chain)
+    plan_for(weight(chain, 2 * N, K), chain)
+    plan_for(weight(chain, N, 2 * K), chain)
+    plan_for(weight(chain, N, K, "fp16"), chain)
+    plan_for(weight(chain, N, K), Bias() >> Store(torch.float32))
+    plan_for(weight(chain, N, K), chain, (("bias", BF16),))
+    plan_for(weight(chain, N, K), chain, (), (("out", 8),))
+    assert len(stub.made) == 7
+    assert stub.made[5]["dtypes"] == {"bias": BF16}
+    assert stub.made[6]["alignments"] == {"out": 8}
+
+
+def test_the_cache_does_not_keep_the_weight_alive(stub: PlanStub) -> None:
+    chain = compose(Store(BF16))
+    packed = weight(chain, N, K)
+    seen = weakref.ref(packed.codes)
+    plan_for(packed, chain)
+    plan_for(packed, chain)
+    del packed
+    gc.collect()
+    assert seen() is None
+
+
+def test_alignment_is_what_address_and_strides_share() -> None:
+    alignment = importlib.import_module("epicute.gemm.linear")._alignment
+    big = torch.zeros(8, 128, dtype=BF16)
+    assert alignment(big) == 16
+    assert alignment(big[:, 4:100]) == 8
+    assert alignment(big[:, 1:100]) == 2
+    assert alignment(torch.zeros(8, 100, dtype=BF16)) == 8
+    assert alignment(torch.zeros(4, 16, 3, 80, dtype=FP8)) == 16
+    assert alignment(torch.zeros(4, 16, 3, 81, dtype=FP8)[..., :80]) == 1
+
+
+@pytest.mark.parametrize("given", [torch.zeros(M, 2 * K), torch.zeros(M, K, dtype=torch.float16)])
+def test_what_a_gpu_would_refuse_the_cpu_refuses(given: torch.Tensor) -> None:
+    packed = weight(Store(BF16), N, K)
+    with pytest.raises(EpicuteError, match="x: got"):
+        linear(given, packed, Store(BF16))
+
+
+def test_another_order_is_refused_on_the_cpu_too() -> None:
+    packed = weight(SwiGLU() >> Store(BF16), N, K)
+    with pytest.raises(ArgumentError, match="order"):
+        linear(integers(M, K).to(BF16), packed, Store(BF16))
+
+
+def test_given_outputs_are_written_on_the_cpu_too() -> None:
+    packed = weight(EmitFP8(), N, K)
+    x = integers(M, K).to(BF16)
+    out, amax = torch.zeros(M, N).to(FP8), torch.zeros(1)
+    found = linear(x, packed, EmitFP8(), out_scale=1.0, out_fp8=out, amax=amax)
+    assert found["out_fp8"] is out
+    assert found["amax"] is amax
+    assert float(amax) > 0
+
+
+def test_a_weight_given_transposed_is_what_it_shows() -> None:
+    values = integers(K, N)
+    packed = Weight(values.T).quantize("bf16").pack(compose(Store(BF16)).row_order(N))
+    x = integers(M, K).to(BF16)
+    assert torch.equal(linear(x, packed, Store(torch.float32)), x.float() @ values)

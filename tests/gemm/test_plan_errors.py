@@ -1,0 +1,277 @@
+"""Every refusal of ``plan`` and ``Plan.bind`` names the operand, what came and what was expected, before any launch."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import epicute
+from epicute.epilogues import (
+    Bias,
+    ResidualAdd,
+    Store,
+    SwiGLU,
+    compose,
+)
+from epicute.errors import ArgumentError, CompileError, UnsupportedError
+from epicute.gemm import Plan
+from tests.gemm.planned import OUT, QKV, K, Launch, M, N, fake_plan, weight
+
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor of device 1."""
+
+    def get_device(self) -> int:
+        return 1
+
+
+@pytest.fixture
+def out() -> Launch:
+    return Launch(OUT, FP8, "fp8")
+
+
+@pytest.fixture
+def qkv() -> Launch:
+    return Launch(QKV)
+
+
+# --- x ---
+
+
+@pytest.mark.parametrize(
+    ("x", "said"),
+    [
+        (torch.zeros(M, K, dtype=FP16), r"torch.float16.*expected \(M, 64\) torch.bfloat16"),
+        (torch.zeros(M, K + 1, dtype=BF16), r"\(5, 65\).*expected \(M, 64\)"),
+        (torch.zeros(1, M, K, dtype=BF16), r"\(1, 5, 64\)"),
+        (torch.zeros(K, dtype=BF16), r"\(64,\)"),
+        (torch.zeros(M, 2 * K, dtype=BF16)[:, ::2], r"strides \(128, 2\).*adjacent elements"),
+        (torch.zeros(K, M, dtype=BF16).T, r"strides \(1, 5\).*adjacent elements"),
+        (torch.zeros(M, K + 4, dtype=BF16)[:, :K], r"strides \(68, 1\).*multiples of 16 bytes"),
+        (torch.zeros(M, K + 8, dtype=BF16)[:, 4 : K + 4], r"multiples of 16 bytes"),
+        (torch.zeros(1, K, dtype=BF16).expand(M, K), r"strides \(0, 1\)"),
+    ],
+)
+def test_ge_16_x_is_refused_by_name(x: torch.Tensor, said: str) -> None:
+    launch = Launch(Store(BF16))
+    launch.x = x
+    launch.refused("x", said)
+
+
+def test_more_rows_than_tiles_can_count_are_refused() -> None:
+    launch = Launch(Store(BF16))
+    launch.x = torch.empty(1, K, dtype=BF16).expand(2**31, K)
+    launch.refused("x", "at most 2147418112 rows")
+
+
+def test_x_on_the_cpu_is_refused() -> None:
+    launch = Launch(Store(BF16))
+    launch.plan._clusters.clear()
+    launch.refused("x", "a tensor on cpu, expected a CUDA tensor")
+
+
+def test_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = Launch(Store(BF16))
+    launch.plan._clusters.clear()
+    ada = SimpleNamespace(name="Ada", major=8, minor=9, multi_processor_count=100)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: ada)
+    fake = SimpleNamespace(device=SimpleNamespace(type="cuda", index=0), get_device=lambda: 0)
+    with pytest.raises(UnsupportedError, match=r"x.device: got Ada.*8.9, expected a GPU for sm_90"):
+        launch.plan.bind(fake, launch.packed, {})
+
+
+# --- the weight ---
+
+
+@pytest.mark.parametrize(
+    ("packed", "said"),
+    [
+        (weight(OUT, N, 2 * K, "fp8"), r"\(192, 128\) torch.float8_e4m3fn, expected \(192, 64\)"),
+        (weight(OUT, 2 * N, K, "fp8"), r"\(384, 64\)"),
+        (weight(OUT, N, K, "bf16"), r"torch.bfloat16, expected \(192, 64\) torch.float8_e4m3fn"),
+    ],
+)
+def test_another_weight_is_refused(out: Launch, packed: Any, said: str) -> None:
+    out.packed = packed
+    out.refused("packed", said)
+
+
+def test_a_weight_in_another_order_is_refused(out: Launch) -> None:
+    out.packed = weight(SwiGLU() >> Store(BF16), N, K, "fp8")
+    with pytest.raises(ArgumentError, match="order.*the plan's composition"):
+        out.bind()
+    assert out.calls == []
+
+
+def test_jc_12_a_weight_elsewhere_is_refused(out: Launch) -> None:
+    object.__setattr__(out.packed, "codes", out.packed.codes.as_subclass(Elsewhere))
+    out.refused("packed.codes", r"x's device, cpu. Fix: packed.to\(x.device\)")
+
+
+# --- operands ---
+
+
+@pytest.mark.parametrize("name", ["residual", "out_scale", "amax", "out"])
+def test_a_missing_operand_is_refused_with_the_list(out: Launch, name: str) -> None:
+    del out.operands[name]
+    with pytest.raises(ArgumentError, match=rf"operands: got missing {name}") as error:
+        out.bind()
+    assert ". Fix: " in str(error.value)
+
+
+def test_an_unknown_operand_is_refused_with_the_list(out: Launch) -> None:
+    out.operands["bias"] = torch.zeros(N)
+    with pytest.raises(ArgumentError, match=r"unknown bias, expected scale: Scalar.*residual: Mat"):
+        out.bind()
+    del out.operands["residual"]
+    with pytest.raises(ArgumentError, match=r"missing residual and unknown bias"):
+        out.bind()
+
+
+@pytest.mark.parametrize("given", [0.5, None, [1.0], "scale"])
+@pytest.mark.parametrize("name", ["scale", "residual", "weight_scale"])
+def test_ge_07_what_is_no_tensor_is_refused_by_name(out: Launch, name: str, given: Any) -> None:
+    out.operands[name] = given
+    out.refused(name, f"{type(given).__name__}, expected a tensor on")
+
+
+def shaped(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("scale", shaped(2), r"\(2,\).*expected \(1,\) torch.float32"),
+        ("scale", shaped(1, dtype=BF16), r"torch.bfloat16.*expected \(1,\) torch.float32"),
+        ("weight_scale", shaped(N - 1), r"\(191,\).*expected \(192,\)"),
+        ("weight_scale", shaped(N, 1), r"\(192, 1\).*expected \(192,\)"),
+        ("weight_scale", shaped(2 * N)[::2], r"strides \(2,\).*expected adjacent elements"),
+        ("weight_scale", shaped(1).expand(N), r"strides \(0,\).*expected adjacent elements"),
+        ("residual", shaped(M, N), r"torch.float32.*plan with dtypes=\{'residual': torch.float32"),
+        ("residual", shaped(M - 1, N, dtype=BF16), r"\(4, 192\).*expected \(5, 192\)"),
+        ("residual", shaped(N, M, dtype=BF16).T, r"strides \(1, 5\).*adjacent elements in rows"),
+        ("residual", shaped(1, N, dtype=BF16).expand(M, N), r"strides \(0, 1\)"),
+        ("residual", shaped(M, N + 4, dtype=BF16)[:, :N], r"rows at multiples of 16 bytes"),
+        ("residual", shaped(M, N + 8, dtype=BF16)[:, 4 : N + 4], r"alignments=\{'residual': 2\}"),
+        ("out", shaped(M, N, dtype=FP16), r"torch.float16.*expected \(5, 192\) torch.bfloat16"),
+        ("out", shaped(M, 2 * N, dtype=BF16)[:, ::2], r"strides \(384, 2\)"),
+        ("out", shaped(M, N + 4, dtype=BF16)[:, :N], r"strides \(196, 1\).*multiples of 16 bytes"),
+        ("out_fp8", shaped(M, N, dtype=torch.float8_e5m2), r"float8_e5m2.*expected \(5, 192\)"),
+        ("sumsq_out", shaped(M, 2), r"\(5, 2\).*expected \(5, 3\)"),
+        ("amax", shaped(1, dtype=BF16), r"torch.bfloat16.*expected \(1,\) torch.float32"),
+        ("saturated", shaped(1, dtype=torch.int32), r"torch.int32.*expected \(1,\) torch.int64"),
+        ("nans", shaped(0, dtype=torch.int64), r"\(0,\).*expected \(1,\) torch.int64"),
+    ],
+)
+def test_operands_are_refused_by_name(
+    out: Launch, name: str, given: torch.Tensor, said: str
+) -> None:
+    out.operands[name] = given
+    out.refused(name, said)
+
+
+def cache(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("k_cells", cache(3, 16, 2, 64), r"\(3, 16, 2, 64\).*expected \(pages, page_size, 1, 64\)"),
+        ("k_cells", cache(3, 16, 64), r"\(3, 16, 64\)"),
+        ("k_cells", cache(3, 16, 1, 64, dtype=FP8), r"torch.float8_e4m3fn.*torch.bfloat16"),
+        ("v_cells", cache(3, 16, 1, 128)[..., ::2], r"adjacent channels. Fix: keep head_dim inn"),
+        ("v_cells", cache(3, 16, 1, 68)[..., :64], r"cells at multiples of 16 bytes"),
+        ("v_cells", cache(3, 16, 1, 72)[..., 4:68], r"alignments=\{'v_cells': 2\}"),
+        ("slots", torch.zeros(M, dtype=torch.int32), r"torch.int32.*expected \(5,\) torch.int64"),
+        ("slots", torch.zeros(M - 1, dtype=torch.int64), r"\(4,\).*expected \(5,\)"),
+        ("positions", torch.zeros(M, dtype=torch.int32), r"dtypes=\{'positions': torch.int32\}"),
+        ("positions", torch.zeros(M, dtype=torch.int16), r"torch.int16"),
+        ("inv_freq", torch.zeros(64), r"\(64,\).*expected \(32,\)"),
+        ("sumsq", torch.zeros(M, 2), r"\(5, 2\).*expected \(5, 1\)"),
+    ],
+)
+def test_kv_11_cells_and_row_operands_are_refused_by_name(
+    qkv: Launch, name: str, given: torch.Tensor, said: str
+) -> None:
+    qkv.operands[name] = given
+    qkv.refused(name, said)
+
+
+def test_jc_12_an_operand_elsewhere_is_refused(out: Launch) -> None:
+    out.operands["residual"] = out.operands["residual"].as_subclass(Elsewhere)
+    out.refused("residual", r"x's device, cpu. Fix: residual.to\(x.device\)")
+
+
+@pytest.mark.parametrize("name", ["out", "residual"])
+def test_an_output_inside_x_is_refused(name: str) -> None:
+    launch = Launch(ResidualAdd() >> Store(BF16))
+    buffer = torch.zeros(4096, dtype=BF16)
+    launch.x = buffer.as_strided((M, K), (256, 1))
+    launch.operands[name] = buffer.as_strided((M, N), (256, 1), 64)
+    if name == "out":
+        launch.refused("out", "apart from x")
+    else:
+        assert launch.bind() is not None  # reading x twice harms nobody
+
+
+# --- plan() itself ---
+
+
+def no_compiler(*arguments: Any, **options: Any) -> None:
+    raise CompileError("the compiler ran")
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reaching the compiler fails the test."""
+    monkeypatch.setattr(importlib.import_module("epicute.gemm.plan"), "compile", no_compiler)
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize(
+    ("composition", "format", "options", "said"),
+    [
+        (Store(BF16), "bf16", {"x_dtype": FP8}, "x_dtype: got torch.float8_e4m3fn, expected torch"),
+        (Store(BF16), "fp8", {}, r"composition: got no weight_scale for w.*Dequantize"),
+        (Bias(), "bf16", {}, "which no tap or sink reads"),
+        (Store(BF16), "bf16", {"dtypes": {"out": FP32}}, r"dtypes\['out'\]"),
+        (Store(BF16), "bf16", {"alignments": {"x": 4}}, "alignments: got operand 'x'"),
+        (Store(BF16), "bf16", {"schedule": epicute.Schedule(64)}, "Schedule.tile_m: got 64"),
+        (Store(BF16), "bf16", {"target": epicute.Target("sm_100a")}, "target: got sm_100a"),
+    ],
+)
+def test_plan_refuses_before_it_compiles(
+    composition: Any, format: str, options: dict[str, Any], said: str
+) -> None:
+    packed = weight(Store(BF16), N, K, format)
+    with pytest.raises(epicute.EpicuteError, match=said):
+        epicute.plan(composition, packed, **options)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_plan_refuses_a_weight_packed_for_another_composition() -> None:
+    packed = weight(Store(BF16), N, K)
+    with pytest.raises(ArgumentError, match="order.*the composition"):
+        epicute.plan(SwiGLU() >> Store(BF16), packed)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_plan_reaches_the_compiler_with_what_is_right() -> None:
+    with pytest.raises(CompileError, match="the compiler ran"):
+        epicute.plan(Store(BF16), weight(Store(BF16), N, K))
+
+
+def test_a_plan_prints_what_it_is() -> None:
+    text = str(fake_plan(OUT, N, K, FP8))
+    for part in ("ResidualAdd", "N = 192, K = 64", "128x192", "sm_90a", "registers"):
+        assert re.search(re.escape(part), text), part
+    assert isinstance(fake_plan(compose(Store(BF16)), N, K, BF16), Plan)

@@ -1,0 +1,173 @@
+"""``choose`` is legal for any problem, and ``Schedule.check`` refuses by name what is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epicute.epilogues import Bias, Store, compose
+from epicute.errors import ArgumentError, UnsupportedError
+from epicute.gemm import Problem, Schedule, choose, kernel_for, shared_memory
+from epicute.gemm.schedule import DTYPES, staged_bytes
+from epicute.jit import Target
+from tests.gemm.compositions import DTYPES as FORMATS
+from tests.gemm.compositions import SKELETONS, projection
+
+HOPPER = Target("sm_90a")
+PLAIN = Problem(columns=4096, rows=4096, depth=4096, dtype=torch.bfloat16, unit=32)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Any unit that a composition can have, with operands to stage."""
+    unit = 16 * draw(st.integers(1, 16))
+    units = draw(st.one_of(st.integers(1, 20), st.integers(1, 4096)))
+    padding = draw(st.integers(0, unit - 1))
+    per_row = draw(st.integers(0, 8)) * 4 + draw(st.integers(0, 3)) * 8
+    per_unit = 4 * unit * draw(st.integers(0, 6))
+    return Problem(
+        columns=max(1, units * unit - padding),
+        rows=units * unit,
+        depth=draw(st.one_of(st.integers(1, 300), st.integers(1, 2**31 - 1))),
+        dtype=draw(st.sampled_from(DTYPES)),
+        unit=unit,
+        staged=(per_row, per_unit),
+        expected_m=draw(st.one_of(st.none(), st.integers(0, 2**20))),
+    )
+
+
+@given(problems())
+def test_the_choice_is_legal(problem: Problem) -> None:
+    schedule = choose(problem, HOPPER)
+    schedule.check(problem, HOPPER)
+    assert shared_memory(schedule, problem) <= 227 * 1024
+
+
+@given(problems())
+def test_the_choice_is_as_wide_and_deep_as_fits(problem: Problem) -> None:
+    schedule = choose(problem, HOPPER)
+    wider = replace(schedule, tile_n=schedule.tile_n + problem.unit)
+    assert wider.tile_n > 256 or schedule.tile_n >= problem.rows
+    deeper = replace(schedule, stages=schedule.stages + 1)
+    assert schedule.stages == 6 or shared_memory(deeper, problem) > HOPPER.smem_per_block
+
+
+@given(problems())
+def test_few_rows_do_not_pair_up(problem: Problem) -> None:
+    few = replace(problem, expected_m=16)
+    many = replace(problem, expected_m=4096)
+    assert choose(few, HOPPER).cluster_m == 1
+    assert choose(many, HOPPER).cluster_m == 2
+    assert choose(many, HOPPER) == choose(replace(problem, expected_m=None), HOPPER)
+
+
+@given(
+    skeleton=st.sampled_from(sorted(SKELETONS)),
+    groups=st.integers(1, 40),
+    k=st.integers(1, 20000),
+    dtype=st.sampled_from(sorted(FORMATS)),
+    expected_m=st.one_of(st.none(), st.integers(0, 5000)),
+)
+def test_every_composition_has_a_legal_kernel(
+    skeleton: str, groups: int, k: int, dtype: str, expected_m: int | None
+) -> None:
+    chosen = SKELETONS[skeleton]
+    n = groups * (chosen.group if chosen.group > 1 else 2)
+    composition = chosen.composition(n, k, FORMATS[dtype])
+    kernel = kernel_for(composition, n=n, k=k, dtype=FORMATS[dtype], expected_m=expected_m)
+    spec = kernel.spec
+    spec.schedule.check(spec.problem, HOPPER)
+    assert kernel.shared_memory <= 227 * 1024
+    assert spec.problem.rows >= n
+    assert spec.problem.rows % spec.problem.unit == 0
+    assert spec.pitch >= k
+    assert spec.pitch * FORMATS[dtype].itemsize % 16 == 0
+
+
+@given(problems(), st.sampled_from((128, 256)), st.integers(1, 32))
+def test_shared_memory_is_the_sum_of_its_parts(problem: Problem, tile_m: int, eights: int) -> None:
+    tile_n = eights * 8
+    one, two = (Schedule(tile_m, tile_n, 1, stages) for stages in (3, 4))
+    assert shared_memory(two, problem) - shared_memory(one, problem) == (tile_m + tile_n) * 128 + 16
+    bare = replace(problem, staged=(0, 0))
+    assert shared_memory(one, problem) - shared_memory(one, bare) == staged_bytes(one, problem)
+    assert staged_bytes(one, bare) == 0
+
+
+def test_the_published_default() -> None:
+    """128 x 256, pairs of blocks, four stages of 128 bytes."""
+    assert choose(PLAIN, HOPPER) == Schedule(128, 256, 2, 4)
+    for layer, width in (("qkv", 256), ("gate_up", 256), ("o", 256), ("down", 256)):
+        schedule = projection(layer, "8B", "fp8").kernel().spec.schedule
+        assert (schedule.tile_n, schedule.stages) == (width, 4), layer
+
+
+@pytest.mark.parametrize(
+    ("change", "argument", "expected"),
+    [
+        ({"tile_m": 64}, "Schedule.tile_m", "128 or 256"),
+        ({"tile_m": 192}, "Schedule.tile_m", "128 or 256"),
+        ({"tile_n": 0}, "Schedule.tile_n", "multiple of 8"),
+        ({"tile_n": 100}, "Schedule.tile_n", "multiple of 8"),
+        ({"tile_n": 288}, "Schedule.tile_n", "up to 256"),
+        ({"tile_n": 40}, "Schedule.tile_n", "unit, 32"),
+        ({"tile_m": 256, "tile_n": 256}, "Schedule", "at most 128x256"),
+        ({"cluster_m": 4}, "Schedule.cluster_m", "1, or 2"),
+        ({"cluster_m": 0}, "Schedule.cluster_m", "1, or 2"),
+        ({"stages": 1}, "Schedule.stages", "at least 2"),
+        ({"stages": 5}, "Schedule.stages", "at most 232448 bytes"),
+    ],
+)
+def test_illegal_schedules_are_refused_by_name(
+    change: dict[str, int], argument: str, expected: str
+) -> None:
+    schedule = replace(Schedule(), **change)
+    with pytest.raises(ArgumentError, match=expected) as error:
+        schedule.check(PLAIN, HOPPER)
+    assert str(error.value).startswith(f"{argument}: got ")
+    assert "Fix: " in str(error.value)
+
+
+def test_half_a_narrow_tile_is_no_share() -> None:
+    narrow = replace(PLAIN, unit=8, rows=8, columns=8)
+    with pytest.raises(ArgumentError, match=r"Schedule.cluster_m: got 2.*multiple of 16"):
+        Schedule(128, 8, 2, 4).check(narrow, HOPPER)
+    Schedule(128, 8, 1, 4).check(narrow, HOPPER)
+
+
+def test_a_given_schedule_is_checked() -> None:
+    with pytest.raises(ArgumentError, match=r"Schedule.tile_n: got 160.*unit, 64"):
+        kernel = SKELETONS["swiglu.store"].case("bf16", 4720, 576).composition
+        kernel_for(kernel, n=4720, k=576, schedule=Schedule(128, 160, 2, 4))
+
+
+def test_blackwell_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="target: got sm_100a, expected sm_90a"):
+        choose(PLAIN, Target("sm_100a"))
+
+
+def test_a_unit_wider_than_a_tile_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="a unit of 288 columns"):
+        choose(replace(PLAIN, unit=288), HOPPER)
+
+
+def test_more_operands_than_shared_memory_holds_are_refused() -> None:
+    chain = compose(*(Bias(name=f"b{i}") for i in range(150)), Store())
+    with pytest.raises(UnsupportedError, match="operands"):
+        kernel_for(chain, n=4096, k=4096)
+
+
+@pytest.mark.parametrize(("name", "value"), [("n", 0), ("k", 0), ("n", -8), ("n", 2**31)])
+def test_impossible_sizes_are_refused(name: str, value: int) -> None:
+    sizes = {"n": 64, "k": 64, name: value}
+    with pytest.raises(ArgumentError, match=rf"{name}: got {value}, expected an integer from 1"):
+        kernel_for(Store(), **sizes)
+
+
+def test_an_unserved_dtype_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"dtype: got torch.float32, expected torch.bfloat16"):
+        kernel_for(Store(), n=64, k=64, dtype=torch.float32)
