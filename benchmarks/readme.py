@@ -128,7 +128,7 @@ def _covered(part: Part, tests: Mapping[str, Any] | None) -> str:
     mine = [count for path, count in files.items() if path.startswith(part.tests)]
     passed, failed = (sum(count[word] for count in mine) for word in ("passed", "failed"))
     if tests is None or not passed:
-        return "; not run on a GPU yet"
+        return "; no run of its GPU tests recorded yet"
     where = f"{tests['device']}, {tests['commit'][:10]}"
     return f"; {passed} GPU tests pass ({where})" + (f", {failed} fail" if failed else "")
 

@@ -3,7 +3,7 @@
 >>> print(Dequantize() >> SwiGLU() >> EmitFP8())
 acc (M, N)
  ├─ Dequantize(activation=tensor, weight=column)    scale, weight_scale
- ├─ SwiGLU(alpha=1.0)
+ ├─ SwiGLU(alpha=1.0)    columns: n → n/2
  └─ EmitFP8()    out_scale → out_fp8, amax, saturated, nans
 """
 

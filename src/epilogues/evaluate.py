@@ -112,6 +112,7 @@ class _State:
         self.given = given
         self.written: dict[str, Any] = {}
         for name, kind in self.kinds.items():
+            _check_dtype(name, kind, given.get(name))
             if isinstance(kind, (Output, PartialsOutput)):
                 self.written[name] = np.full(self.shapes[name], np.nan, np.float32)
             elif isinstance(kind, (Maximum, Counter)):
@@ -158,6 +159,18 @@ class _State:
                 tensor = tensor.to(kind.dtype)
             found[name] = tensor
         return found
+
+
+def _check_dtype(name: str, kind: Operand, given: Any) -> None:
+    """Refuse a tensor whose dtype no kernel would take; arrays and numbers are converted."""
+    allowed = (kind.dtype,) if kind.written else kind.dtypes
+    require(
+        not isinstance(given, torch.Tensor) or given.dtype in allowed,
+        f"operands: {name}",
+        getattr(given, "dtype", None),
+        f"{kind} in {' or '.join(map(str, allowed))}",
+        "convert it",
+    )
 
 
 def _copy(start: Any, dtype: Any) -> np.ndarray:

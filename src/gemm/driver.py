@@ -8,51 +8,37 @@ range, where there are several, is made at run time.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from math import gcd
 from typing import Any
 
 import cutlass
 import torch
-from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute
 
-from epicute.epilogues.context import Context, run_body
-from epicute.epilogues.dsl import DSL_OPERATIONS, keep, opaque, select
+from epicute.epilogues.context import run_body
+from epicute.epilogues.dsl import DSL_OPERATIONS
 from epicute.epilogues.operands import (
-    Cells,
-    ColumnVector,
     Counter,
-    HeadVector,
-    Matrix,
     Maximum,
-    Operand,
-    Partials,
-    PerHead,
-    RowVector,
     Scalar,
 )
 from epicute.epilogues.policy import Pairwise
-from epicute.epilogues.resolve import Domain, Resolved, Step
+from epicute.epilogues.resolve import Resolved, Step
 from epicute.epilogues.values import Value
-from epicute.gemm.arguments import ArgumentLayout, OperandSpec
+from epicute.gemm.arguments import ArgumentLayout
+from epicute.gemm.lanes import KernelContext, Place, Tile, Work, is_matrix, view_of, widen
 from epicute.gemm.memory import (
-    fetch_global,
-    fetched,
     load_global,
-    load_shared,
-    load_some,
-    store_global,
-    store_word_if,
 )
 from epicute.gemm.stage_plan import StagePlan
 from epicute.gemm.staging import when
 
 __all__ = ["Driver", "Tile", "TileState"]
 
-INFINITY = float("inf")
-
 FETCH_COLUMNS = 64
 """Columns of matrix operands that are on their way at a time, at most: 16 registers a thread for 64 of bfloat16."""
+
+DEFERRED_COLUMNS = 64
+"""Widest unit whose stores wait for all of its rows; beyond, they would hold too many registers."""
 
 Fetched = list[dict[tuple[int, int], dict[Any, Any]]]
 
@@ -89,18 +75,6 @@ class TileState:
             add_count(address, Int64(total), (lane == 0) & (total > 0))
 
 
-@dataclass(frozen=True)
-class Tile:
-    """What the epilogue of one tile needs: arguments, thread state, the staged buffer and the tile's place."""
-
-    arguments: Any
-    state: TileState
-    floats: Any
-    integers: Any
-    m: Any
-    n: Any
-
-
 class Driver:
     """Device code of the epilogue for one composition, tile and operand layout."""
 
@@ -134,9 +108,11 @@ class Driver:
 
                 def body(r: int = r, u: int = u, index: Any = index) -> None:
                     ready = sent[u] if ahead else {}
+                    work = Work(self.unit <= DEFERRED_COLUMNS)
                     for block, half, place in self._places(tile, r, u, index, thread):
-                        place.fetched = ready.get((block, half), {})
+                        place.fetched, place.work = ready.get((block, half), {}), work
                         self._row(acc, place, r, u, block, half)
+                    work.settle()
 
                 if self._one_range():
                     body()
@@ -152,7 +128,7 @@ class Driver:
         """Units whose matrix operands are on their way at a time; 0 where none are or the range is not known."""
         spans = self.resolved.ranges
         steps = [s for s in spans[0].steps if any(map(is_matrix, s.policy.operands.values()))]
-        padded = any(_view_of(s).remaining(0, 0) is not None for s in steps)
+        padded = any(view_of(s).remaining(0, 0) is not None for s in steps)
         if not self._one_range() or not steps or padded or self.tile_m > 128:
             return 0
         return min(max(FETCH_COLUMNS // self.unit, 1), self.units)
@@ -167,7 +143,7 @@ class Driver:
                 for step in part.steps:
                     for local, kind in step.policy.operands.items():
                         if is_matrix(kind):
-                            ctx = KernelContext(step, _view_of(step), place, False)
+                            ctx = KernelContext(step, view_of(step), place, False)
                             ctx.send(step.names[local], loads)
             found[block, half] = loads
         return found
@@ -193,7 +169,7 @@ class Driver:
             ctx = KernelContext(step, step.domain, place, last)
             out = run_body(ctx, Value(lanes, DSL_OPERATIONS))
             ctx.finish()
-            return lanes if out is None else _widen(out.raw, len(lanes))
+            return lanes if out is None else widen(out.raw, len(lanes))
         split = step.split
         assert split is not None
         ctx = KernelContext(step, split.domain, place, last)
@@ -203,329 +179,12 @@ class Driver:
         out = run_body(ctx, *pair)
         ctx.finish()
         if isinstance(out, Value):
-            return _widen(out.raw, len(split.first))
+            return widen(out.raw, len(split.first))
         found = list(lanes)
         for positions, value in zip((split.first, split.second), out, strict=True):
-            for i, lane in zip(positions, _widen(value.raw, len(positions)), strict=True):
+            for i, lane in zip(positions, widen(value.raw, len(positions)), strict=True):
                 found[i] = lane
         return found
-
-
-def is_matrix(kind: Operand) -> bool:
-    """Whether the operand has an element per value."""
-    return isinstance(kind, Matrix)
-
-
-def _view_of(step: Step) -> Domain:
-    """The domain of the lanes that a step's body sees."""
-    return step.split.domain if step.split else step.domain
-
-
-def _widen(raw: list[Any], count: int) -> list[Any]:
-    return raw if len(raw) == count else raw * count
-
-
-class Place:
-    """Where a thread is: unit, row and quad lane, and the tile's buffers."""
-
-    def __init__(
-        self, driver: Driver, tile: Tile, r: int, u: int, index: Any, tile_row: Any, lane: Any
-    ) -> None:
-        self.driver, self.arguments, self.state = driver, tile.arguments, tile.state
-        self.floats, self.integers = tile.floats, tile.integers
-        self.columns = driver.plan.columns[r]
-        self.u, self.index = u, index
-        # Unknown to be the same in every row, or the compiler keeps all addresses of a unit alive for the next row.
-        self.lane = opaque(Int32(lane))
-        self.tile_row = tile_row
-        self.row = tile.m * driver.tile_m + tile_row
-        rows = Int32(tile.arguments[2])
-        self.live = self.row < rows
-        self.safe_row = Int32(cutlass.select_(self.live, self.row, rows - Int32(1)))
-        self._read: dict[str, Any] = {}
-        self.fetched: dict[Any, Any] = {}
-
-    def row_value(self, name: str) -> Any:
-        """A staged row operand."""
-        if name not in self._read:
-            plan, tile_m = self.driver.plan, self.driver.tile_m
-            self._read[name] = self.floats[plan.rows[name] * tile_m + self.tile_row]
-        return self._read[name]
-
-    def cell(self, name: str) -> Any:
-        """Byte offset of the row's cell, negative where it has none."""
-        if name not in self._read:
-            plan, tile_m = self.driver.plan, self.driver.tile_m
-            self._read[name] = self.integers[plan.cells[name][0] * tile_m + self.tile_row]
-        return self._read[name]
-
-    def column_values(self, name: str, groups: tuple[tuple[int, int], ...]) -> list[Any]:
-        """A staged column operand at the lanes of ``groups``."""
-        plan = self.driver.plan
-        operand = self.columns[name]
-        base = len(plan.rows) * self.driver.tile_m + self.u * plan.region + operand.offset
-        if isinstance(operand.kind, PerHead):
-            return self._per_head(base, operand.kind.head_dim, groups)
-        found = []
-        for slot, lanes in groups:
-            at = Int32(base + slot) + self.lane * lanes
-            found += load_shared(self.floats, at, lanes, min(16, 4 * lanes))
-        return found
-
-    def _per_head(self, base: int, head_dim: int, groups: tuple[tuple[int, int], ...]) -> list[Any]:
-        heads: dict[int, Any] = {}
-        found = []
-        for slot, lanes in groups:
-            head = slot // head_dim
-            if head not in heads:
-                heads[head] = self.floats[base + head]
-            found += [heads[head]] * lanes
-        return found
-
-
-class KernelContext(Context):
-    """A policy's view of one thread's lanes of one row of a unit."""
-
-    def __init__(self, step: Step, domain: Domain, place: Place, last: bool) -> None:
-        super().__init__(step.policy, DSL_OPERATIONS, step.kept)
-        self._step, self._domain, self._place_at, self._last = step, domain, place, last
-        self._cache: dict[str, Any] = {}
-        self._origins: dict[int, Any] = {}
-        self._maxima: list[tuple[Any, list[Any]]] = []
-        self._counts: list[tuple[Any, list[Any]]] = []
-
-    def _read(self, name: str, kind: Operand) -> Any:
-        if name not in self._cache:
-            self._cache[name] = self._fetch(self._step.names[name], kind)
-        return self._cache[name]
-
-    def _fetch(self, bound: str, kind: Operand) -> list[Any]:
-        place = self._place_at
-        if isinstance(kind, Scalar):
-            return [place.state.scalars[bound]]
-        if isinstance(kind, (ColumnVector, Partials)):
-            return [place.row_value(bound)]
-        if isinstance(kind, (RowVector, HeadVector, PerHead)):
-            return place.column_values(bound, self._domain.groups)
-        assert isinstance(kind, Matrix), kind
-        return self._matrix(bound)
-
-    def send(self, bound: str, loads: dict[Any, Any]) -> None:
-        """Start loading a matrix operand's lanes into ``loads``."""
-        spec = self._place_at.driver.layout[bound]
-        row = self._matrix_row(spec)
-        for slot, lanes in self._domain.groups:
-            address = self._address(row, slot, lanes, spec.dtype.itemsize)
-            loads[bound, slot] = fetch_global(spec.dtype, address, lanes, spec.alignment)
-
-    def _matrix_row(self, spec: OperandSpec) -> Any:
-        place = self._place_at
-        stride = place.arguments[spec.at("row_stride")]
-        return place.arguments[spec.at("address")] + Int64(place.safe_row) * stride
-
-    def _matrix(self, bound: str) -> list[Any]:
-        place, spec = self._place_at, self._place_at.driver.layout[bound]
-        row, found = self._matrix_row(spec), []
-        remaining = self._remaining()
-        for slot, lanes in self._domain.groups:
-            if (bound, slot) in place.fetched:
-                found += fetched(place.fetched[bound, slot])
-                continue
-            address = self._address(row, slot, lanes, spec.dtype.itemsize)
-            if remaining is None:
-                found += load_global(spec.dtype, address, lanes, spec.alignment)
-            else:
-                found += load_some(spec.dtype, address, lanes, remaining[len(found)][0])
-        return found
-
-    def _address(self, row: Any, slot: int, lanes: int, size: int) -> Any:
-        """Address of the group's first lane in a row: a sum shared by all groups, plus a constant."""
-        place, domain = self._place_at, self._domain
-        if lanes not in self._origins:
-            self._origins[lanes] = Int64(domain.origin(place.index) + place.lane * lanes)
-        constant = (domain.offset(slot) + self._step.first_column) * size
-        return row + self._origins[lanes] * size + constant
-
-    def _lane_count(self) -> int:
-        return sum(lanes for _, lanes in self._domain.groups)
-
-    def _remaining(self) -> list[tuple[Any, int]] | None:
-        """(columns from the group's first lane on, position in the group) per lane; None where nothing is padding.
-
-        A lane is a column where the first is greater than the second.
-        """
-        if self._domain.remaining(0, 0) is None:
-            return None
-        place = self._place_at
-        found = []
-        for slot, lanes in self._domain.groups:
-            at = Int32(slot) + place.lane * lanes
-            left = opaque(Int32(self._domain.remaining(place.index, at)))
-            found += [(left, i) for i in range(lanes)]
-        return found
-
-    def _reduce(self, raw: Any, operation: str) -> Any:
-        over = self._step.policy.over  # type: ignore[attr-defined]
-        lanes = self._masked(
-            _widen(raw, self._lane_count()), 0.0 if operation == "add" else -INFINITY
-        )
-        combine = lambda a, b: DSL_OPERATIONS[operation]([a], [b])[0]  # noqa: E731
-        out: list[Any] = []
-        position = 0
-        for start in range(0, self._domain.unit, over):
-            count = sum(n for slot, n in self._domain.groups if start <= slot < start + over)
-            found = lanes[position]
-            for x in lanes[position + 1 : position + count]:
-                found = combine(found, x)
-            for distance in (1, 2):
-                found = combine(found, cute.arch.shuffle_sync_bfly(found, offset=distance))
-            out += [found] * count
-            position += count
-        return out
-
-    def _store(self, name: str, kind: Operand, raw: Any) -> Any:
-        place = self._place_at
-        bound = self._step.names[name]
-        spec = place.driver.layout[bound]
-        lanes = _widen(raw, self._lane_count())
-        row = (
-            place.arguments[spec.at("address")]
-            + Int64(place.row) * place.arguments[spec.at("row_stride")]
-        )
-        self._write(lanes, spec, row, place.live)
-        return self._kept_lanes(lanes, kind)
-
-    def _write(self, lanes: list[Any], spec: OperandSpec, row: Any, live: Any) -> None:
-        """Store lanes at their columns of a row, whole vectors where no group is cut by the last column."""
-        size = spec.dtype.itemsize
-        position = 0
-        remaining = self._remaining()
-        for slot, count in self._domain.groups:
-            address = self._address(row, slot, count, size)
-            found = lanes[position : position + count]
-            if remaining is None:
-                store_global(spec.dtype, address, found, spec.alignment, live)
-            elif self._domain.columns % (16 if self._domain.halves else 8) == 0:
-                condition = live & (remaining[position][0] > 0)
-                store_global(spec.dtype, address, found, spec.alignment, condition)
-            else:
-                left = remaining[position][0]
-                second = self._domain.columns // 2 * size if self._domain.halves else 0
-                store_global(spec.dtype, address, found, gcd(spec.alignment, second), live, left)
-            position += count
-
-    def _kept_lanes(self, lanes: list[Any], kind: Operand) -> list[Any]:
-        """The lanes as stored; where nothing follows nobody reads them, and they stay as they are."""
-        rounding = {
-            torch.bfloat16: "round_bfloat16",
-            torch.float16: "round_float16",
-            torch.float8_e4m3fn: "round_float8",
-        }.get(kind.dtype)
-        return lanes if self._last or rounding is None else DSL_OPERATIONS[rounding](lanes)
-
-    def _partials(self, name: str, kind: Operand, raw: Any) -> None:
-        place = self._place_at
-        spec = place.driver.layout[self._step.names[name]]
-        over = kind.over  # type: ignore[attr-defined]
-        row = (
-            place.arguments[spec.at("address")]
-            + Int64(place.row) * place.arguments[spec.at("row_stride")]
-        )
-        lanes = _widen(raw, self._lane_count())
-        position = 0
-        for start in range(0, self._domain.unit, over):
-            column = self._domain.column(place.index, Int32(start))
-            left = self._domain.remaining(place.index, Int32(start))
-            condition = place.live & (place.lane == 0)
-            if left is not None:
-                condition = condition & (left > 0)
-            at = (column + self._step.first_column) // over
-            store_word_if(row + Int64(at) * 4, Float32(lanes[position]), condition)
-            position += sum(n for slot, n in self._domain.groups if start <= slot < start + over)
-
-    def _masked(self, lanes: list[Any], otherwise: float) -> list[Any]:
-        remaining = self._remaining()
-        if remaining is None:
-            return lanes
-        return [keep(*at, x, otherwise) for at, x in zip(remaining, lanes, strict=True)]
-
-    def _record_max(self, name: str, raw: Any) -> None:
-        register = self._place_at.state.maxima[self._step.names[name]]
-        lanes = self._masked(_widen(raw, self._lane_count()), 0.0)
-        self._maxima.append((register, [Float32(x) for x in lanes]))
-
-    def _count(self, name: str, raw: Any) -> None:
-        register = self._place_at.state.counters[self._step.names[name]]
-        self._counts.append((register, [Boolean(m) for m in _widen(raw, self._lane_count())]))
-
-    def finish(self) -> None:
-        """Settle the step's maxima and counters.
-
-        Nearly always every value is finite and nothing is counted, which costs one instruction a lane to see; what
-        is not so is done over, lane by lane.
-        """
-        if not self._maxima and not self._counts:
-            return
-        largest = DSL_OPERATIONS["max"]
-        unusual = Boolean(False)
-        for register, lanes in self._maxima:
-            found = lanes[0]
-            for x in lanes[1:]:
-                found = largest([found], [x])[0]
-            finite = found < Float32(INFINITY)
-            usual = select(finite & self._place_at.live, found, Float32(0.0))
-            register[0] = largest([register[0]], [usual])[0]
-            unusual = unusual | (found >= Float32(INFINITY)) | (found != found)
-        for _, masks in self._counts:
-            for mask in masks:
-                unusual = unusual | mask
-        when(unusual & self._place_at.live, self._settle)
-
-    def _settle(self) -> None:
-        zero = Float32(0.0)
-        for register, lanes in self._maxima:
-            found = register[0]
-            for x in lanes:
-                finite = select(x < Float32(INFINITY), x, zero)
-                found = DSL_OPERATIONS["max"]([found], [finite])[0]
-            register[0] = found
-        remaining = self._remaining() if self._counts else None
-        for register, masks in self._counts:
-            total = register[0]
-            for i, mask in enumerate(masks):
-                one = select(mask, Float32(1.0), zero)
-                one = one if remaining is None else keep(*remaining[i], one, 0.0)
-                total = total + Int32(one > Float32(0.5))
-            register[0] = total
-
-    def _placed(self, name: str, kind: Operand) -> Any:
-        return [Boolean(self._place_at.cell(self._step.names[name]) >= Int64(0))]
-
-    def _place(self, name: str, kind: Operand, raw: Any) -> Any:
-        assert isinstance(kind, Cells)
-        place = self._place_at
-        spec = place.driver.layout[self._step.names[name]]
-        lanes = _widen(raw, self._lane_count())
-        offset = place.cell(spec.name)
-        placed = Boolean(offset >= Int64(0))
-        size, heads = kind.dtype.itemsize, self._domain.unit // kind.head_dim
-        first_head = Int64(place.index * heads) * place.arguments[spec.at("head_stride")]
-        base = place.arguments[spec.at("address")] + offset + first_head
-        position = 0
-        remaining = self._remaining()
-        for slot, count in self._domain.groups:
-            head = base + slot // kind.head_dim * place.arguments[spec.at("head_stride")]
-            channel = Int64(place.lane * count) * size + slot % kind.head_dim * size
-            condition = placed if remaining is None else placed & (remaining[position][0] > 0)
-            store_global(
-                kind.dtype,
-                head + channel,
-                lanes[position : position + count],
-                spec.alignment,
-                condition,
-            )
-            position += count
-        return self._kept_lanes(lanes, kind)
 
 
 @cute.jit

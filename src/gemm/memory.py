@@ -5,6 +5,8 @@ Global addresses are 64-bit integers throughout, so that no offset is formed in 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -107,8 +109,8 @@ def store_global(
     alignment: int,
     condition: Any,
     remaining: Any = None,
-) -> None:
-    """Store ``lanes`` rounded to ``dtype`` where ``condition``; as wide as ``alignment`` bytes allow.
+) -> Callable[[], None]:
+    """Round ``lanes`` to ``dtype``; what is returned stores them where ``condition``, as wide as ``alignment`` allows.
 
     ``remaining``: only that many of the lanes, where given.
     """
@@ -125,11 +127,10 @@ def store_global(
     whole = _recast(fragment, UNITS[min(alignment, size, 4)], size)
     target = _view(whole.element_type, address, cute.size(whole), min(alignment, size))
     if remaining is None:
-        _store_if(whole, target, condition)
-        return
+        return partial(_store_if, whole, target, condition)
     single = _recast(fragment, UNITS[dtype.itemsize], size)
-    part = _view(single.element_type, address, count, dtype.itemsize)
-    _store_some(whole, target, single, part, condition, remaining, count)
+    rest = _view(single.element_type, address, count, dtype.itemsize)
+    return partial(_store_some, whole, target, single, rest, condition, remaining, count)
 
 
 def _recast(fragment: Any, unit: Any, size: int) -> Any:

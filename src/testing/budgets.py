@@ -247,8 +247,8 @@ def assert_equal_bits(out: torch.Tensor, ref: torch.Tensor, name: str = "out") -
     )
 
     def raw(x: torch.Tensor) -> torch.Tensor:
-        flat = x.detach().cpu().contiguous().reshape(-1, 1)
-        return flat.view(torch.uint8)
+        flat = x.detach().cpu().contiguous().reshape(-1)
+        return flat.view(torch.uint8).reshape(-1, x.element_size())
 
     differs = (raw(out) != raw(ref)).any(dim=1)
     if bool(differs.any()):

@@ -143,7 +143,7 @@ def assert_guards_intact(*outputs: Guarded) -> None:
 def _unwritten(output: Guarded) -> torch.Tensor:
     """Bool of the output's shape: every byte of the element is as poisoned."""
     host = output.tensor.detach().cpu().contiguous()
-    raw = host.reshape(-1, 1).view(torch.uint8)
+    raw = host.reshape(-1).view(torch.uint8).reshape(-1, host.element_size())
     return (raw == _pattern(raw.shape[1])).all(dim=1).reshape(host.shape)
 
 
@@ -177,7 +177,7 @@ def assert_untouched(output: Guarded, where: torch.Tensor) -> None:
 
 def _digest(x: Any) -> str:
     tensor = torch.as_tensor(x).detach().cpu().contiguous()
-    return hashlib.blake2b(tensor.reshape(-1, 1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.blake2b(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 @contextmanager

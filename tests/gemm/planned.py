@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -108,3 +109,27 @@ class Launch:
     def calls(self) -> list[Any]:
         """Launches so far."""
         return self.plan._function.__self__.calls
+
+
+class EvaluatedPlan(Plan):
+    """Checks as a plan does, then evaluates on the CPU instead of launching, and makes a mistake if it has one."""
+
+    mistake: Callable[[torch.Tensor, dict[str, Any]], None] | None = None
+
+    @classmethod
+    def of(cls, composition: Any, packed: Packed, **options: Any) -> EvaluatedPlan:
+        """In place of ``epicute.plan``."""
+        n, k = packed.shape
+        plan = cls(kernel_for(composition, n=n, k=k, dtype=packed.dtype, **options), Recorder())
+        plan._clusters[CPU] = 66
+        return plan
+
+    def run(self, x: torch.Tensor, packed: Packed, **operands: torch.Tensor) -> None:
+        """Everything but the launch."""
+        if self.bind(x, packed, operands) is not None:
+            acc = x.float() @ packed.unpack().codes.float().T
+            found = self.kernel.spec.resolved.composition.evaluate(acc, **operands)
+            for name, value in found.items():
+                operands[name].copy_(value)
+        if self.mistake is not None:
+            type(self).mistake(x, operands)

@@ -14,6 +14,7 @@ DSL_ONLY = {
     "epicute.epilogues.dsl": "the DSL interpreter of policy bodies: registers exist only there",
     "epicute.gemm.driver": "walks an accumulator while tracing",
     "epicute.gemm.kernel": "the mainloop: a class whose methods are traced",
+    "epicute.gemm.lanes": "the DSL interpreter's context: one thread's registers",
     "epicute.gemm.memory": "loads and stores on DSL addresses",
     "epicute.gemm.staging": "fills shared memory while tracing",
 }

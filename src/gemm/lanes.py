@@ -1,0 +1,412 @@
+"""What one thread holds of a row of a unit, and what a policy body sees of it. Imports the DSL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import gcd
+from typing import Any
+
+import cutlass
+import torch
+from cutlass import Boolean, Float32, Int32, Int64, cute
+
+from epicute.epilogues.context import Context
+from epicute.epilogues.dsl import DSL_OPERATIONS, keep, opaque, select
+from epicute.epilogues.operands import (
+    Cells,
+    ColumnVector,
+    HeadVector,
+    Matrix,
+    Operand,
+    Partials,
+    PerHead,
+    RowVector,
+    Scalar,
+)
+from epicute.epilogues.resolve import Domain, Step
+from epicute.gemm.arguments import OperandSpec
+from epicute.gemm.memory import (
+    fetch_global,
+    fetched,
+    load_global,
+    load_shared,
+    load_some,
+    store_global,
+    store_word_if,
+)
+from epicute.gemm.staging import when
+
+__all__ = ["KernelContext", "Place", "Tile", "Work", "is_matrix", "view_of", "widen"]
+
+INFINITY = float("inf")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What the epilogue of one tile needs: arguments, thread state, the staged buffer and the tile's place."""
+
+    arguments: Any
+    state: Any
+    floats: Any
+    integers: Any
+    m: Any
+    n: Any
+
+
+def is_matrix(kind: Operand) -> bool:
+    """Whether the operand has an element per value."""
+    return isinstance(kind, Matrix)
+
+
+def view_of(step: Step) -> Domain:
+    """The domain of the lanes that a step's body sees."""
+    return step.split.domain if step.split else step.domain
+
+
+def widen(raw: list[Any], count: int) -> list[Any]:
+    return raw if len(raw) == count else raw * count
+
+
+class Work:
+    """Stores and rare work of a unit, kept until all of its rows are computed.
+
+    A branch is a wall to the scheduler: with few of them, the rows' arithmetic overlaps.
+    """
+
+    def __init__(self, deferred: bool) -> None:
+        self._deferred = deferred
+        self._stores: list[Callable[[], None]] = []
+        self._watched: list[tuple[Any, Callable[[], None]]] = []
+
+    def later(self, store: Callable[[], None]) -> None:
+        """Do ``store`` at the end of the unit, or at once where units are too wide to wait."""
+        if self._deferred:
+            self._stores.append(store)
+        else:
+            store()
+
+    def watch(self, unusual: Any, body: Callable[[], None]) -> None:
+        """Do ``body`` where any row of the unit is ``unusual``."""
+        self._watched.append((unusual, body))
+
+    def settle(self) -> None:
+        """Do what was put off."""
+        for store in self._stores:
+            store()
+        unusual = Boolean(False)
+        for condition, _ in self._watched:
+            unusual = unusual | condition
+        if self._watched:
+            when(unusual, lambda: [body() for _, body in self._watched])
+
+
+class Place:
+    """Where a thread is: unit, row and quad lane, and the tile's buffers."""
+
+    def __init__(
+        self, driver: Any, tile: Tile, r: int, u: int, index: Any, tile_row: Any, lane: Any
+    ) -> None:
+        self.driver, self.arguments, self.state = driver, tile.arguments, tile.state
+        self.floats, self.integers = tile.floats, tile.integers
+        self.columns = driver.plan.columns[r]
+        self.u, self.index = u, index
+        # Unknown to be the same in every row, or the compiler keeps all addresses of a unit alive for the next row.
+        self.lane = opaque(Int32(lane))
+        self.tile_row = tile_row
+        self.row = tile.m * driver.tile_m + tile_row
+        rows = Int32(tile.arguments[2])
+        self.live = self.row < rows
+        self.safe_row = Int32(cutlass.select_(self.live, self.row, rows - Int32(1)))
+        self._read: dict[str, Any] = {}
+        self.fetched: dict[Any, Any] = {}
+        self.work = Work(False)
+
+    def row_value(self, name: str) -> Any:
+        """A staged row operand."""
+        if name not in self._read:
+            plan, tile_m = self.driver.plan, self.driver.tile_m
+            self._read[name] = self.floats[plan.rows[name] * tile_m + self.tile_row]
+        return self._read[name]
+
+    def cell(self, name: str) -> Any:
+        """Byte offset of the row's cell, negative where it has none."""
+        if name not in self._read:
+            plan, tile_m = self.driver.plan, self.driver.tile_m
+            self._read[name] = self.integers[plan.cells[name][0] * tile_m + self.tile_row]
+        return self._read[name]
+
+    def column_values(self, name: str, groups: tuple[tuple[int, int], ...]) -> list[Any]:
+        """A staged column operand at the lanes of ``groups``."""
+        plan = self.driver.plan
+        operand = self.columns[name]
+        base = len(plan.rows) * self.driver.tile_m + self.u * plan.region + operand.offset
+        if isinstance(operand.kind, PerHead):
+            return self._per_head(base, operand.kind.head_dim, groups)
+        found = []
+        for slot, lanes in groups:
+            at = Int32(base + slot) + self.lane * lanes
+            found += load_shared(self.floats, at, lanes, min(16, 4 * lanes))
+        return found
+
+    def _per_head(self, base: int, head_dim: int, groups: tuple[tuple[int, int], ...]) -> list[Any]:
+        heads: dict[int, Any] = {}
+        found = []
+        for slot, lanes in groups:
+            head = slot // head_dim
+            if head not in heads:
+                heads[head] = self.floats[base + head]
+            found += [heads[head]] * lanes
+        return found
+
+
+class KernelContext(Context):
+    """A policy's view of one thread's lanes of one row of a unit."""
+
+    def __init__(self, step: Step, domain: Domain, place: Place, last: bool) -> None:
+        super().__init__(step.policy, DSL_OPERATIONS, step.kept)
+        self._step, self._domain, self._place_at, self._last = step, domain, place, last
+        self._cache: dict[str, Any] = {}
+        self._origins: dict[int, Any] = {}
+        self._maxima: list[tuple[Any, list[Any]]] = []
+        self._counts: list[tuple[Any, list[Any]]] = []
+
+    def _read(self, name: str, kind: Operand) -> Any:
+        if name not in self._cache:
+            self._cache[name] = self._fetch(self._step.names[name], kind)
+        return self._cache[name]
+
+    def _fetch(self, bound: str, kind: Operand) -> list[Any]:
+        place = self._place_at
+        if isinstance(kind, Scalar):
+            return [place.state.scalars[bound]]
+        if isinstance(kind, (ColumnVector, Partials)):
+            return [place.row_value(bound)]
+        if isinstance(kind, (RowVector, HeadVector, PerHead)):
+            return place.column_values(bound, self._domain.groups)
+        assert isinstance(kind, Matrix), kind
+        return self._matrix(bound)
+
+    def send(self, bound: str, loads: dict[Any, Any]) -> None:
+        """Start loading a matrix operand's lanes into ``loads``."""
+        spec = self._place_at.driver.layout[bound]
+        row = self._matrix_row(spec)
+        for slot, lanes in self._domain.groups:
+            address = self._address(row, slot, lanes, spec.dtype.itemsize)
+            loads[bound, slot] = fetch_global(spec.dtype, address, lanes, spec.alignment)
+
+    def _matrix_row(self, spec: OperandSpec) -> Any:
+        place = self._place_at
+        stride = place.arguments[spec.at("row_stride")]
+        return place.arguments[spec.at("address")] + Int64(place.safe_row) * stride
+
+    def _matrix(self, bound: str) -> list[Any]:
+        place, spec = self._place_at, self._place_at.driver.layout[bound]
+        row, found = self._matrix_row(spec), []
+        remaining = self._remaining()
+        for slot, lanes in self._domain.groups:
+            if (bound, slot) in place.fetched:
+                found += fetched(place.fetched[bound, slot])
+                continue
+            address = self._address(row, slot, lanes, spec.dtype.itemsize)
+            if remaining is None:
+                found += load_global(spec.dtype, address, lanes, spec.alignment)
+            else:
+                found += load_some(spec.dtype, address, lanes, remaining[len(found)][0])
+        return found
+
+    def _address(self, row: Any, slot: int, lanes: int, size: int) -> Any:
+        """Address of the group's first lane in a row: a sum shared by all groups, plus a constant."""
+        place, domain = self._place_at, self._domain
+        if lanes not in self._origins:
+            self._origins[lanes] = Int64(domain.origin(place.index) + place.lane * lanes)
+        constant = (domain.offset(slot) + self._step.first_column) * size
+        return row + self._origins[lanes] * size + constant
+
+    def _lane_count(self) -> int:
+        return sum(lanes for _, lanes in self._domain.groups)
+
+    def _remaining(self) -> list[tuple[Any, int]] | None:
+        """(columns from the group's first lane on, position in the group) per lane; None where nothing is padding.
+
+        A lane is a column where the first is greater than the second.
+        """
+        if self._domain.remaining(0, 0) is None:
+            return None
+        place = self._place_at
+        found = []
+        for slot, lanes in self._domain.groups:
+            at = Int32(slot) + place.lane * lanes
+            left = opaque(Int32(self._domain.remaining(place.index, at)))
+            found += [(left, i) for i in range(lanes)]
+        return found
+
+    def _reduce(self, raw: Any, operation: str) -> Any:
+        over = self._step.policy.over  # type: ignore[attr-defined]
+        lanes = self._masked(
+            widen(raw, self._lane_count()), 0.0 if operation == "add" else -INFINITY
+        )
+        combine = lambda a, b: DSL_OPERATIONS[operation]([a], [b])[0]  # noqa: E731
+        out: list[Any] = []
+        position = 0
+        for start in range(0, self._domain.unit, over):
+            count = sum(n for slot, n in self._domain.groups if start <= slot < start + over)
+            found = lanes[position]
+            for x in lanes[position + 1 : position + count]:
+                found = combine(found, x)
+            for distance in (1, 2):
+                found = combine(found, cute.arch.shuffle_sync_bfly(found, offset=distance))
+            out += [found] * count
+            position += count
+        return out
+
+    def _store(self, name: str, kind: Operand, raw: Any) -> Any:
+        place = self._place_at
+        bound = self._step.names[name]
+        spec = place.driver.layout[bound]
+        lanes = widen(raw, self._lane_count())
+        row = (
+            place.arguments[spec.at("address")]
+            + Int64(place.row) * place.arguments[spec.at("row_stride")]
+        )
+        self._write(lanes, spec, row, place.live)
+        return self._kept_lanes(lanes, kind)
+
+    def _write(self, lanes: list[Any], spec: OperandSpec, row: Any, live: Any) -> None:
+        """Store lanes at their columns of a row, whole vectors where no group is cut by the last column."""
+        place, size = self._place_at, spec.dtype.itemsize
+        position = 0
+        remaining = self._remaining()
+        for slot, count in self._domain.groups:
+            address = self._address(row, slot, count, size)
+            found = lanes[position : position + count]
+            if remaining is None:
+                place.work.later(store_global(spec.dtype, address, found, spec.alignment, live))
+            elif self._domain.columns % (16 if self._domain.halves else 8) == 0:
+                condition = live & (remaining[position][0] > 0)
+                place.work.later(
+                    store_global(spec.dtype, address, found, spec.alignment, condition)
+                )
+            else:
+                left = remaining[position][0]
+                second = self._domain.columns // 2 * size if self._domain.halves else 0
+                aligned = gcd(spec.alignment, second)
+                place.work.later(store_global(spec.dtype, address, found, aligned, live, left))
+            position += count
+
+    def _kept_lanes(self, lanes: list[Any], kind: Operand) -> list[Any]:
+        """The lanes as stored; where nothing follows nobody reads them, and they stay as they are."""
+        rounding = {
+            torch.bfloat16: "round_bfloat16",
+            torch.float16: "round_float16",
+            torch.float8_e4m3fn: "round_float8",
+        }.get(kind.dtype)
+        return lanes if self._last or rounding is None else DSL_OPERATIONS[rounding](lanes)
+
+    def _partials(self, name: str, kind: Operand, raw: Any) -> None:
+        place = self._place_at
+        spec = place.driver.layout[self._step.names[name]]
+        over = kind.over  # type: ignore[attr-defined]
+        row = (
+            place.arguments[spec.at("address")]
+            + Int64(place.row) * place.arguments[spec.at("row_stride")]
+        )
+        lanes = widen(raw, self._lane_count())
+        position = 0
+        for start in range(0, self._domain.unit, over):
+            column = self._domain.column(place.index, Int32(start))
+            left = self._domain.remaining(place.index, Int32(start))
+            condition = place.live & (place.lane == 0)
+            if left is not None:
+                condition = condition & (left > 0)
+            at = (column + self._step.first_column) // over
+            value = Float32(lanes[position])
+            place.work.later(partial(store_word_if, row + Int64(at) * 4, value, condition))
+            position += sum(n for slot, n in self._domain.groups if start <= slot < start + over)
+
+    def _masked(self, lanes: list[Any], otherwise: float) -> list[Any]:
+        remaining = self._remaining()
+        if remaining is None:
+            return lanes
+        return [keep(*at, x, otherwise) for at, x in zip(remaining, lanes, strict=True)]
+
+    def _record_max(self, name: str, raw: Any) -> None:
+        register = self._place_at.state.maxima[self._step.names[name]]
+        lanes = self._masked(widen(raw, self._lane_count()), 0.0)
+        self._maxima.append((register, [Float32(x) for x in lanes]))
+
+    def _count(self, name: str, raw: Any) -> None:
+        register = self._place_at.state.counters[self._step.names[name]]
+        self._counts.append((register, [Boolean(m) for m in widen(raw, self._lane_count())]))
+
+    def finish(self) -> None:
+        """Settle the step's maxima and counters.
+
+        Nearly always every value is finite and nothing is counted, which costs one instruction a lane to see; what
+        is not so is done over, lane by lane.
+        """
+        if not self._maxima and not self._counts:
+            return
+        largest, place = DSL_OPERATIONS["max"], self._place_at
+        unusual = Boolean(False)
+        for register, lanes in self._maxima:
+            found = lanes[0]
+            for x in lanes[1:]:
+                found = largest([found], [x])[0]
+            finite = found < Float32(INFINITY)
+            usual = select(finite & place.live, found, Float32(0.0))
+            register[0] = largest([register[0]], [usual])[0]
+            unusual = unusual | (found >= Float32(INFINITY)) | (found != found)
+        for _, masks in self._counts:
+            for mask in masks:
+                unusual = unusual | mask
+        place.work.watch(unusual & place.live, self._settle)
+
+    def _settle(self) -> None:
+        zero, live = Float32(0.0), self._place_at.live
+        for register, lanes in self._maxima:
+            found = zero
+            for x in lanes:
+                finite = select(x < Float32(INFINITY), x, zero)
+                found = DSL_OPERATIONS["max"]([found], [finite])[0]
+            found = select(live, found, zero)
+            register[0] = DSL_OPERATIONS["max"]([register[0]], [found])[0]
+        remaining = self._remaining() if self._counts else None
+        for register, masks in self._counts:
+            total = Int32(0)
+            for i, mask in enumerate(masks):
+                one = select(mask, Float32(1.0), zero)
+                one = one if remaining is None else keep(*remaining[i], one, 0.0)
+                total = total + Int32(one > Float32(0.5))
+            register[0] = register[0] + Int32(cutlass.select_(live, total, Int32(0)))
+
+    def _placed(self, name: str, kind: Operand) -> Any:
+        return [Boolean(self._place_at.cell(self._step.names[name]) >= Int64(0))]
+
+    def _place(self, name: str, kind: Operand, raw: Any) -> Any:
+        assert isinstance(kind, Cells)
+        place = self._place_at
+        spec = place.driver.layout[self._step.names[name]]
+        lanes = widen(raw, self._lane_count())
+        offset = place.cell(spec.name)
+        placed = Boolean(offset >= Int64(0))
+        size, heads = kind.dtype.itemsize, self._domain.unit // kind.head_dim
+        first_head = Int64(place.index * heads) * place.arguments[spec.at("head_stride")]
+        base = place.arguments[spec.at("address")] + offset + first_head
+        position = 0
+        remaining = self._remaining()
+        for slot, count in self._domain.groups:
+            head = base + slot // kind.head_dim * place.arguments[spec.at("head_stride")]
+            channel = Int64(place.lane * count) * size + slot % kind.head_dim * size
+            condition = placed if remaining is None else placed & (remaining[position][0] > 0)
+            store = store_global(
+                kind.dtype,
+                head + channel,
+                lanes[position : position + count],
+                spec.alignment,
+                condition,
+            )
+            place.work.later(store)
+            position += count
+        return self._kept_lanes(lanes, kind)

@@ -1,0 +1,48 @@
+"""On a GPU: all kernels of the selected modules compiled before the first test, side by side on all cores."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from epicute.errors import EpicuteError
+
+KEPT_BYTES = 2**35
+
+
+@pytest.fixture(scope="session", autouse=True)
+def precompiled(request: pytest.FixtureRequest, compiled_objects: Path) -> None:
+    """Compile every ``CASES`` of a module with GPU tests; a kernel that fails fails its own tests."""
+    items = [item for item in request.session.items if item.get_closest_marker("gpu")]
+    modules = {item.module.__name__: item.module for item in items}
+    cases = [case for module in modules.values() for case in getattr(module, "CASES", ())]
+    if not cases:
+        return
+    from epicute.jit import precompile
+
+    try:
+        precompile([case.kernel() for case in cases])
+    except EpicuteError as error:
+        warnings.warn(f"precompile: {error}", stacklevel=1)
+
+
+@pytest.fixture(autouse=True)
+def finished(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A GPU test ends when its kernels do, and leaves no large buffer with the allocator.
+
+    A kernel that faulted takes the process's context with it: later tests would fail for no fault of their own.
+    """
+    yield
+    if not request.node.get_closest_marker("gpu"):
+        return
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        pytest.exit(f"{request.node.nodeid}: {error}", returncode=3)
+    if torch.cuda.memory_reserved() > KEPT_BYTES:
+        torch.cuda.empty_cache()
