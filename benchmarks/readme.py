@@ -189,7 +189,7 @@ def _ratios(table: Mapping[str, Any]) -> str:
         for (weights, peer), r in sorted(found.items())
     ]
     failed = sum(row["ours_us"] is None for row in table["rows"])
-    lost = f" {failed} cases of ours failed." if failed else ""
+    lost = f" Cases of ours that failed: {failed}." if failed else ""
     heads = ("weights", "peer", "peer's time over ours", "least", "most", "cases")
     title = f"**{table['table']}**: {table['paper']}. {source(table)}{lost}"
     return f"{title}\n\n{markdown(heads, rows)}"

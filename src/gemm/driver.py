@@ -108,9 +108,10 @@ class Driver:
 
                 def body(r: int = r, u: int = u, index: Any = index) -> None:
                     ready = sent[u] if ahead else {}
-                    work = Work(self.unit <= DEFERRED_COLUMNS)
+                    work = Work(self.unit <= DEFERRED_COLUMNS, tile.ring, tile.m)
                     for block, half, place in self._places(tile, r, u, index, thread):
                         place.fetched, place.work = ready.get((block, half), {}), work
+                        place.half = half
                         self._row(acc, place, r, u, block, half)
                     work.settle()
 

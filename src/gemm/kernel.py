@@ -31,6 +31,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from epicute.gemm.driver import Driver, Tile, TileState
 from epicute.gemm.memory import DSL_DTYPES
+from epicute.gemm.panels import panelled, ring_bytes
+from epicute.gemm.ring import Ring, store_atoms
 from epicute.gemm.spec import GemmSpec
 from epicute.gemm.staging import STAGERS, Stager
 
@@ -71,6 +73,8 @@ class HopperGemm:
         self.driver = Driver(*sizes)
         self.stager = Stager(*sizes)
         self.staged = not self.stager.plan.empty
+        self.slots = schedule.slots
+        self.panelled = panelled(spec.resolved, spec.layout) if self.slots else ()
 
     def _mma(self) -> cute.TiledMma:
         source = warpgroup.OperandSource.SMEM
@@ -118,7 +122,9 @@ class HopperGemm:
             num_multicast=self.cluster,
         )
         self.kernel.set_name_prefix(self.spec.name)
-        self.kernel(a_atom, a, b_atom, b, self._mma(), a_layout, b_layout, arguments).launch(
+        stores = store_atoms(self.spec.layout, self.panelled, arguments, rows)
+        mma = self._mma()
+        self.kernel(a_atom, a, b_atom, b, mma, a_layout, b_layout, stores, arguments).launch(
             grid=(Int32(arguments[3]) * self.cluster, 1, 1),
             block=(THREADS, 1, 1),
             cluster=(self.cluster, 1, 1),
@@ -136,6 +142,7 @@ class HopperGemm:
         mma: cute.TiledMma,
         a_layout: cute.ComposedLayout,
         b_layout: cute.ComposedLayout,
+        stores: Any,
         arguments: Any,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -159,7 +166,7 @@ class HopperGemm:
                 self._stage(arguments, shared, staging, walk, thread)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self._consume(mma, arguments, shared, loads, staging, walk, thread)
+            self._consume(mma, arguments, shared, loads, staging, walk, thread, stores)
 
     def _allocate(self, a_layout: Any, b_layout: Any) -> dict[str, Any]:
         allocator = cutlass_memory.SmemAllocator()
@@ -174,6 +181,9 @@ class HopperGemm:
             "loads": allocator.allocate_array(Int64, 2 * self.stages),
             "staging": allocator.allocate_array(Int64, 4),
         }
+        if self.panelled:
+            layout = cute.make_layout(ring_bytes(self.slots))
+            shared["ring"] = allocator.allocate_tensor(cutlass.Uint8, layout, 128)
         floats, integers = plan.floats(self.tile_m, self.tile_n), plan.integers(self.tile_m)
         for name, dtype, count in (("floats", Float32, floats), ("integers", Int64, integers)):
             layout = cute.make_layout((max(count, 1), 2))
@@ -264,7 +274,7 @@ class HopperGemm:
         )
 
     @cute.jit
-    def _consume(self, mma, arguments, shared, loads, staging, walk, thread) -> None:
+    def _consume(self, mma, arguments, shared, loads, staging, walk, thread, stores) -> None:
         consumer = thread - 128
         group = cute.arch.make_warp_uniform(consumer // 128)
         part = mma.get_slice(cute.make_layout(2, stride=128)(group))
@@ -272,13 +282,17 @@ class HopperGemm:
         b = part.make_fragment_B(part.partition_B(shared["b"]))
         acc = part.make_fragment_C(part.partition_shape_C((self.tile_m, self.tile_n)))
         tile_state = TileState(self.spec.layout, arguments)
+        ring: Any = None
+        if cutlass.const_expr(len(self.panelled) > 0):
+            ring = Ring(self.spec.layout, self.panelled, stores, self.slots)
+            ring.open(shared["ring"], consumer)
         full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         done = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         staged = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 2)
         for i in cutlass.range(walk.count, unroll=1):
             m, n = self._tile(walk, i)
             floats, integers = self._buffers(shared, staged.index)
-            tile = Tile(arguments, tile_state, floats, integers, m, n)
+            tile = Tile(arguments, tile_state, floats, integers, m, n, ring)
             sent = self.driver.begin(tile, consumer)
             self._multiply(mma, acc, a, b, loads, full, False)
             full.advance()
@@ -298,6 +312,8 @@ class HopperGemm:
                 staging.consumer_release(staged)
                 staged.advance()
         tile_state.flush(thread % 32)
+        if cutlass.const_expr(len(self.panelled) > 0):
+            ring.close()
 
     @cute.jit
     def _multiply(self, mma, acc, a, b, loads, full, accumulate: cutlass.Constexpr) -> None:

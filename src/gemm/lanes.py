@@ -33,6 +33,7 @@ from epicute.gemm.memory import (
     load_global,
     load_shared,
     load_some,
+    packed,
     store_global,
     store_word_if,
 )
@@ -53,6 +54,7 @@ class Tile:
     integers: Any
     m: Any
     n: Any
+    ring: Any = None
 
 
 def is_matrix(kind: Operand) -> bool:
@@ -75,7 +77,10 @@ class Work:
     A branch is a wall to the scheduler: with few of them, the rows' arithmetic overlaps.
     """
 
-    def __init__(self, deferred: bool) -> None:
+    def __init__(self, deferred: bool, ring: Any = None, m_tile: Any = None) -> None:
+        self.ring = ring
+        self._m_tile = m_tile
+        self._panels: dict[tuple[str, int], tuple[dict[int, Any], Any]] = {}
         self._deferred = deferred
         self._stores: list[Callable[[], None]] = []
         self._watched: list[tuple[Any, Callable[[], None]]] = []
@@ -87,6 +92,10 @@ class Work:
         else:
             store()
 
+    def panel(self, name: str, slot: int, half: int, fragment: Any, column: Any) -> None:
+        """Send a panel through the ring once both halves of it are there."""
+        self._panels.setdefault((name, slot), ({}, column))[0][half] = fragment
+
     def watch(self, unusual: Any, body: Callable[[], None]) -> None:
         """Do ``body`` where any row of the unit is ``unusual``."""
         self._watched.append((unusual, body))
@@ -95,6 +104,8 @@ class Work:
         """Do what was put off."""
         for store in self._stores:
             store()
+        for (name, _), (halves, column) in self._panels.items():
+            self.ring.send(name, halves, self._m_tile, column)
         unusual = Boolean(False)
         for condition, _ in self._watched:
             unusual = unusual | condition
@@ -122,6 +133,7 @@ class Place:
         self._read: dict[str, Any] = {}
         self.fetched: dict[Any, Any] = {}
         self.work = Work(False)
+        self.half = 0
 
     def row_value(self, name: str) -> Any:
         """A staged row operand."""
@@ -276,6 +288,9 @@ class KernelContext(Context):
     def _write(self, lanes: list[Any], spec: OperandSpec, row: Any, live: Any) -> None:
         """Store lanes at their columns of a row, whole vectors where no group is cut by the last column."""
         place, size = self._place_at, spec.dtype.itemsize
+        if place.work.ring is not None and spec.name in place.work.ring.names:
+            self._send(lanes, spec)
+            return
         position = 0
         remaining = self._remaining()
         for slot, count in self._domain.groups:
@@ -293,6 +308,16 @@ class KernelContext(Context):
                 second = self._domain.columns // 2 * size if self._domain.halves else 0
                 aligned = gcd(spec.alignment, second)
                 place.work.later(store_global(spec.dtype, address, found, aligned, live, left))
+            position += count
+
+    def _send(self, lanes: list[Any], spec: OperandSpec) -> None:
+        """Hand the lanes to the output ring, a panel for each group."""
+        place, domain = self._place_at, self._domain
+        position = 0
+        for slot, count in domain.groups:
+            column = domain.origin(place.index) + (domain.offset(slot) + self._step.first_column)
+            fragment = packed(spec.dtype, lanes[position : position + count])
+            place.work.panel(spec.name, slot, place.half, fragment, column)
             position += count
 
     def _kept_lanes(self, lanes: list[Any], kind: Operand) -> list[Any]:

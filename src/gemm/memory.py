@@ -22,6 +22,7 @@ __all__ = [
     "load_global",
     "load_shared",
     "load_some",
+    "packed",
     "store_global",
     "store_word_if",
 ]
@@ -102,6 +103,20 @@ def load_shared(tensor: Any, index: Any, count: int, alignment: int) -> list[Any
     return [fragment[i] for i in range(count)]
 
 
+def packed(dtype: torch.dtype, lanes: list[Any]) -> Any:
+    """Lanes rounded to ``dtype``, as a register fragment of 32-bit words (of floats where ``dtype`` is float32)."""
+    if dtype == torch.float32:
+        fragment = cute.make_rmem_tensor(len(lanes), Float32)
+        for i, lane in enumerate(lanes):
+            fragment[i] = Float32(lane)
+        return fragment
+    words = pack_words(lanes, PACKED[dtype])
+    fragment = cute.make_rmem_tensor(len(words), Int32)
+    for i, word in enumerate(words):
+        fragment[i] = word
+    return fragment
+
+
 def store_global(
     dtype: torch.dtype,
     address: Any,
@@ -115,15 +130,7 @@ def store_global(
     ``remaining``: only that many of the lanes, where given.
     """
     count, size = len(lanes), len(lanes) * dtype.itemsize
-    if dtype == torch.float32:
-        fragment = cute.make_rmem_tensor(count, Float32)
-        for i, lane in enumerate(lanes):
-            fragment[i] = Float32(lane)
-    else:
-        words = pack_words(lanes, PACKED[dtype])
-        fragment = cute.make_rmem_tensor(len(words), Int32)
-        for i, word in enumerate(words):
-            fragment[i] = word
+    fragment = packed(dtype, lanes)
     whole = _recast(fragment, UNITS[min(alignment, size, 4)], size)
     target = _view(whole.element_type, address, cute.size(whole), min(alignment, size))
     if remaining is None:

@@ -329,6 +329,8 @@ def _matrix_reader(spec: OperandSpec) -> Reader:
         if rows and (address % alignment or (rows > 1 and stride % alignment)):
             fix = f"plan with alignments={{{name!r}: {size}}}"
             raise _wrong(name, given, f"rows at multiples of {alignment} bytes", fix)
+        if rows == 1:  # its stride says nothing, and tensor maps want multiples of 16
+            stride = -(-width * size // 16) * 16
         found += (address, stride)
 
     return read

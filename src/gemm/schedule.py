@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from epicute.errors import ArgumentError, UnsupportedError, require
+from epicute.gemm.panels import ring_bytes
 from epicute.jit import Target
 
 __all__ = ["DTYPES", "Problem", "Schedule", "choose", "shared_memory"]
@@ -54,12 +55,14 @@ class Schedule:
 
     Attributes:
         tile_m: rows of A; tile_n: packed rows of B. cluster_m: CTAs of a cluster, along M. stages: of the pipeline.
+        slots: panels of each consumer warpgroup's output ring (see ``panels``); 0 stores straight from registers.
     """
 
     tile_m: int = 128
     tile_n: int = 256
     cluster_m: int = 2
     stages: int = 4
+    slots: int = 0
 
     def check(self, problem: Problem, target: Target) -> None:
         """Refuse a schedule that the problem or the target does not allow."""
@@ -106,9 +109,18 @@ class Schedule:
             f"at least 2 and at most {target.smem_per_block} bytes",
             "use fewer stages or a smaller tile",
         )
+        require(
+            self.slots == 0 or (2 <= self.slots <= 16 and self.tile_m == 128),
+            "Schedule.slots",
+            f"{self.slots} with tile_m {self.tile_m}",
+            "0, or 2 to 16 with tile_m 128",
+            "use 0",
+        )
 
     def __str__(self) -> str:
-        return f"{self.tile_m}x{self.tile_n}, cluster {self.cluster_m}x1, {self.stages} stages"
+        ring = f", output ring of {self.slots}" if self.slots else ""
+        tile = f"{self.tile_m}x{self.tile_n}"
+        return f"{tile}, cluster {self.cluster_m}x1, {self.stages} stages{ring}"
 
 
 def stage_bytes(schedule: Schedule) -> int:
@@ -129,6 +141,7 @@ def shared_memory(schedule: Schedule, problem: Problem) -> int:
     return (
         schedule.stages * stage_bytes(schedule)
         + staged_bytes(schedule, problem)
+        + ring_bytes(schedule.slots)
         + barriers
         + RESERVED
     )

@@ -71,6 +71,7 @@ class GemmKernel:
                 ("tile", (schedule.tile_m, schedule.tile_n)),
                 ("cluster", schedule.cluster_m),
                 ("stages", schedule.stages),
+                ("slots", schedule.slots),
             ),
             sources=(modules_digest(*MODULES),),
             target=self.target,

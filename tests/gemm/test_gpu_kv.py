@@ -51,18 +51,11 @@ RETURNED = {
     for style in STYLED
 }
 PLACED = {
-    "bf16": Case("place-bf16", Columns(k=(192, PlaceKV(64)), v=(192, PlaceKV(64))), 384, 64, BF16),
-    "fp8": Case(
-        "place-fp8",
-        Columns(k=(192, PlaceKV(64, FP8)), v=(192, PlaceKV(64, FP8))),
-        384,
-        64,
-        BF16,
-    ),
-}
-PLACED = {
-    name: Case(case.name, compose(case.composition), case.n, case.k, case.dtype, exact=True)
-    for name, case in PLACED.items()
+    name: Case(f"place-{name}", compose(both), 384, 64, BF16, exact=True)
+    for name, both in {
+        "bf16": Columns(k=(192, PlaceKV(64)), v=(192, PlaceKV(64))),
+        "fp8": Columns(k=(192, PlaceKV(64, FP8)), v=(192, PlaceKV(64, FP8))),
+    }.items()
 }
 UNALIGNED = Case(
     "place-unaligned",
@@ -101,14 +94,11 @@ def repeated(case: Case, x: torch.Tensor) -> Job:
 
 
 def by_head(found: dict[str, torch.Tensor], name: str, rows: int, dim: int) -> torch.Tensor:
-    """(rows, heads, head_dim) of an output or of cells in the order of their slots."""
-    return (
-        found[name]
-        .reshape(-1, found[name].shape[-1] // dim if name.endswith("out") else 1, dim)[
-            : rows * (1 if name.endswith("out") else found[name].shape[2])
-        ]
-        .reshape(rows, -1, dim)
-    )
+    """(rows, heads, head_dim) of an output, or of cells in the order of their slots."""
+    value = found[name]
+    if value.dim() == 4:
+        return value.reshape(-1, *value.shape[2:])[:rows]
+    return value.reshape(rows, -1, dim)
 
 
 def frequencies(rotary: int, base: float) -> torch.Tensor:

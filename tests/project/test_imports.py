@@ -16,6 +16,7 @@ DSL_ONLY = {
     "epicute.gemm.kernel": "the mainloop: a class whose methods are traced",
     "epicute.gemm.lanes": "the DSL interpreter's context: one thread's registers",
     "epicute.gemm.memory": "loads and stores on DSL addresses",
+    "epicute.gemm.ring": "moves panels from registers to TMA",
     "epicute.gemm.staging": "fills shared memory while tracing",
 }
 

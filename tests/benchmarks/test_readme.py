@@ -1,0 +1,158 @@
+"""The tables of README and docs are the results' rendering, and say so where there are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import readme
+from benchmarks.provenance import ROOT
+from benchmarks.readme import BLOCKS, Results, main, pages, rendered
+from epicute.errors import ArgumentError
+
+
+def table(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    words = ("paper", "driver", "torch", "dsl", "date", "protocol", "floor")
+    head = {word: f"the {word}" for word in words}
+    return {
+        "table": name,
+        "device": "NVIDIA H200",
+        "commit": "0123456789abcdef",
+        **head,
+        "rows": rows,
+    }
+
+
+def row(weights: str, ours: float | None, peers: dict[str, float], **more: Any) -> dict[str, Any]:
+    case = {"shape": "8B", "layer": "qkv", "M": 2048, "N": 6144, "K": 4096, "weights": weights}
+    error = {"norm": 1.7e-3, "worst_row": 2.5e-3}
+    row = {"case": case, "ours_us": ours, "floor_us": 50.0, "peers_us": peers, "error": error}
+    return row | more
+
+
+ROWS = [
+    row("fp8", 100.0, {"scaled-mm-fast": 110.0}),
+    row("fp8", 100.0, {"scaled-mm-fast": 440.0}),
+    row("bf16", 200.0, {"cublas-bf16": 180.0}, failed={"quack-gemm": "out of memory"}),
+    row("bf16", None, {"cublas-bf16": 180.0}, failed={"ours": "wrong | result"}),
+]
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Results:
+    """A folder with results of one table."""
+    (tmp_path / "gemm.json").write_text(json.dumps(table("gemm", ROWS)))
+    return Results(tmp_path)
+
+
+def test_committed_pages_are_the_rendering() -> None:
+    results = Results.of(ROOT)
+    stale = []
+    for page in pages(ROOT):
+        text = page.read_text(encoding="utf-8")
+        stale += [page.name] if rendered(text, results, page.name) != text else []
+    assert stale == [], "run python -m benchmarks.readme"
+
+
+def test_every_block_is_published() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in pages(ROOT))
+    assert [name for name in BLOCKS if f"<!-- generated: {name} -->" not in text] == []
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_without_results_nothing_is_claimed(name: str, tmp_path: Path) -> None:
+    said = BLOCKS[name](Results(tmp_path))
+    assert said
+    assert "µs" not in said
+    assert "×" not in said
+    assert "GPU tests pass" not in said
+    if name not in ("status", "planned"):
+        assert said.startswith(("Not measured yet", "Not run yet"))
+
+
+def test_summary_has_mean_least_and_most(results: Results) -> None:
+    said = BLOCKS["summary"](results)
+    assert "| fp8 | scaled-mm-fast | 2.20× | 1.10× | 4.40× | 2 |" in said
+    assert "| bf16 | cublas-bf16 | 0.90× | 0.90× | 0.90× | 1 |" in said
+    assert "Cases of ours that failed: 1." in said
+    assert (
+        "NVIDIA H200, driver the driver, torch the torch, CuTe DSL the dsl, commit 012345" in said
+    )
+    assert "no `benchmarks/results/h200/epilogue.json`" in said
+
+
+def test_whole_table_has_every_row_and_names_failures(results: Results) -> None:
+    said = BLOCKS["gemm"](results)
+    lines = [line for line in said.splitlines() if "8B qkv" in line]
+    assert len(lines) == len(ROWS)
+    assert "| 100.0 | 50% | 110.0 (1.10×) | 1.7e-03 | 2.5e-03 |" in lines[0]
+    assert "| 200.0 | 25% | 180.0 (0.90×) | failed | 1.7e-03 |" in lines[2]
+    assert "| failed | - | 180.0 | 1.7e-03 |" in lines[3]
+    assert "Protocol: the protocol." in said
+    assert "Floor: the floor." in said
+
+
+def test_a_file_against_the_schema_is_refused(results: Results) -> None:
+    broken = table("gemm", [row("fp8", 100.0, {"scaled-mm-fast": -1.0})])
+    (results.folder / "gemm.json").write_text(json.dumps(broken))
+    with pytest.raises(ArgumentError, match="scaled-mm-fast"):
+        BLOCKS["gemm"](results)
+
+
+def gpu_tests(**files: tuple[int, int, int]) -> str:
+    words = ("passed", "failed", "skipped")
+    counts = {f"tests/{n}.py": dict(zip(words, c, strict=True)) for n, c in files.items()}
+    head = {"device": "NVIDIA H200", "commit": "0123456789abcdef", "date": "2026-11-29"}
+    return json.dumps({**head, "files": counts})
+
+
+def test_status_follows_the_gpu_tests(results: Results) -> None:
+    path = results.folder / "gpu-tests.json"
+    path.write_text(gpu_tests(**{"gemm/test_gpu_policies": (40, 0, 0), "jit/test_gpu": (3, 1, 0)}))
+    lines = {line.split(" | ")[1]: line for line in BLOCKS["status"](results).splitlines()[2:]}
+    assert "40 GPU tests pass (NVIDIA H200, 0123456789) |" in lines["`epicute.gemm`"]
+    assert "3 GPU tests pass (NVIDIA H200, 0123456789), 1 fail" in lines["`epicute.jit`"]
+    assert "no run of its GPU tests" in lines["`epicute.quant`"]
+    assert "GPU" not in lines["`epicute.kv`"]
+    assert "| `tests/jit/test_gpu.py` | 3 | 1 | 0 |" in BLOCKS["gpu-tests"](results)
+
+
+def test_gpu_tests_named_by_the_status_exist() -> None:
+    for part in readme.PARTS:
+        assert all((ROOT / place).exists() for place in part.tests), part
+        assert (part.needs == "sm_90a") <= bool(part.tests)
+
+
+def test_blocks_are_replaced_and_the_rest_is_kept(results: Results) -> None:
+    text = "a\n<!-- generated: planned -->\nold\n<!-- end -->\nb | c\n"
+    once = rendered(text, results)
+    assert once.startswith("a\n<!-- generated: planned -->\n\n- ")
+    assert once.endswith("\n\n<!-- end -->\nb | c\n")
+    assert "old" not in once
+    assert rendered(once, results) == once
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- generated: gem -->\n<!-- end -->\n",
+        "<!-- generated: gemm -->\nno end\n",
+        "<!-- generated: gemm -->\n<!-- generated: calls -->\n<!-- end -->\n",
+    ],
+)
+def test_a_broken_block_is_refused(text: str, results: Results) -> None:
+    with pytest.raises(ArgumentError, match="a block"):
+        rendered(text, results, "page.md")
+
+
+def test_command_rewrites_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "docs").mkdir()
+    for page in ("README.md", "docs/index.md"):
+        (tmp_path / page).write_text("<!-- generated: planned -->\n<!-- end -->\n")
+    assert main(["--root", str(tmp_path), "--check"]) == 1
+    assert "docs/index.md: stale" in capsys.readouterr().out
+    assert main(["--root", str(tmp_path)]) == 0
+    assert main(["--root", str(tmp_path), "--check"]) == 0
