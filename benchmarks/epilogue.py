@@ -106,7 +106,13 @@ def row(found: Projection, weights: str, session: Session) -> Row:
     """The layer's row for one format of weights."""
     layer = found.layer
     text, _ = found.composition(weights)
-    case = {**layer.case, "weights": weights, **found.case, "composition": text}
+    case = {
+        **layer.case,
+        "weights": weights,
+        "accumulate": "fast",
+        **found.case,
+        "composition": text,
+    }
     case["out"] = "fp8" if "out_fp8" in found.outputs(weights) else "bf16"
     peers = {"ours-plain": f"plain-{weights}", "compile-bf16": "compile-bf16"}
     if weights == "fp8":

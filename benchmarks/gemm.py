@@ -27,13 +27,15 @@ PAPER = (
 )
 
 PEERS = {
-    "bf16": ("cublas-bf16", "quack-gemm"),
-    "fp8": ("scaled-mm-fast", "scaled-mm-precise", "cublas-bf16", "ours-bf16"),
+    ("bf16", "fast"): ("cublas-bf16", "quack-gemm"),
+    ("fp8", "fast"): ("scaled-mm-fast", "scaled-mm-precise", "cublas-bf16", "ours-bf16"),
+    ("fp8", "precise"): ("scaled-mm-precise", "scaled-mm-fast", "cublas-bf16", "ours-bf16"),
 }
+"""Peers by format of the weights and accumulation."""
 
 
 def measure(layer: Layer, session: Session) -> list[Row]:
-    """Both rows of one layer: BF16 and FP8 candidates share a session."""
+    """All rows of one layer: BF16 and FP8 candidates share a session."""
 
     def view(name: str, tensor: Tensor) -> Tensor:
         return tensor[layer.rows]
@@ -47,13 +49,14 @@ def measure(layer: Layer, session: Session) -> list[Row]:
     exact = layer.product(codes[0], "fp8") * scale[layer.rows, None].double()
     fp8 = checker({"out": exact}, view)
     session.add("ours-fp8", partial(plain, layer, "fp8"), fp8)
+    session.add("ours-fp8-precise", partial(plain, layer, "fp8", "precise"), fp8)
     session.add("scaled-mm-fast", partial(peers.scaled_mm, layer, fast=True), fp8)
     session.add("scaled-mm-precise", partial(peers.scaled_mm, layer, fast=False), fp8)
     session.measure(layer.copies, layer.least_us)
-    return [row(layer, weights, session) for weights in PEERS]
+    return [row(layer, *variant, session) for variant in PEERS]
 
 
-def plain(layer: Layer, weights: str) -> Run:
+def plain(layer: Layer, weights: str, accumulate: str = "fast") -> Run:
     """epicute with nothing but scales and a BF16 store behind the product."""
     x, scale = (layer.x, None) if weights == "bf16" else layer.x_rows
 
@@ -61,22 +64,25 @@ def plain(layer: Layer, weights: str) -> Run:
         out = {"out": layer.poisoned(layer.M, layer.N, dtype=torch.bfloat16)}
         return out if scale is None else out | {"scale": scale}
 
-    return ours(layer, plain_epilogue(weights, "row"), weights, x, operands, ("out",))
+    epilogue = plain_epilogue(weights, "row")
+    return ours(layer, epilogue, weights, x, operands, ("out",), accumulate)
 
 
 def kernels(options: Options) -> Iterator[GemmKernel]:
     """Every kernel the table runs."""
     for layer in layers(options):
-        for weights in PEERS:
-            yield kernel(layer, plain_epilogue(weights, "row"), weights)
+        for weights, accumulate in PEERS:
+            yield kernel(layer, plain_epilogue(weights, "row"), weights, accumulate)
 
 
-def row(layer: Layer, weights: str, session: Session) -> Row:
-    """The layer's row for one format of weights."""
-    case = {**layer.case, "weights": weights, "out": "bf16"}
+def row(layer: Layer, weights: str, accumulate: str, session: Session) -> Row:
+    """The layer's row for one format of weights and accumulation."""
+    case = {**layer.case, "weights": weights, "accumulate": accumulate, "out": "bf16"}
     size = floors.Gemm(layer.M, layer.N, layer.K, weights)
     floor = size.floor(layer.M * layer.N * floors.BYTES["bf16"]).us
-    return session.row(case, f"ours-{weights}", {name: name for name in PEERS[weights]}, floor)
+    names = {name: name for name in PEERS[weights, accumulate]}
+    ours_name = f"ours-{weights}-precise" if accumulate == "precise" else f"ours-{weights}"
+    return session.row(case, ours_name, names, floor)
 
 
 def table(options: Options, timer: Timer, source: Provenance, folder: Path) -> Table:

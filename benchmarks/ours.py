@@ -37,6 +37,7 @@ def ours(
     x: list[Tensor],
     operands: Callable[[], dict[str, Tensor]],
     outputs: tuple[str, ...],
+    accumulate: str = "fast",
 ) -> Run:
     """Plans the epilogue once, then launches any copy with operands of its own.
 
@@ -47,10 +48,11 @@ def ours(
         x: activations, one per copy.
         operands: makes the operands of one copy, by name, poisoned outputs among them.
         outputs: the names among them that a run returns.
+        accumulate: how float8 products are added.
     """
     composition = compose(epilogue)
     packed = layer.packed(composition, weights)
-    plan = epicute.plan(composition, packed[0], x_dtype=x[0].dtype)
+    plan = epicute.plan(composition, packed[0], x_dtype=x[0].dtype, accumulate=accumulate)
     bound = [operands() for _ in range(layer.copies)]
     returned = [{name: given[name] for name in outputs} for given in bound]
 
@@ -61,9 +63,12 @@ def ours(
     return run
 
 
-def kernel(layer: Layer, epilogue: Policy | Composition, weights: str) -> GemmKernel:
+def kernel(
+    layer: Layer, epilogue: Policy | Composition, weights: str, accumulate: str = "fast"
+) -> GemmKernel:
     """The kernel that ``ours`` plans for these."""
-    return kernel_for(epilogue, n=layer.N, k=layer.K, dtype=DTYPES[weights])
+    dtype = DTYPES[weights]
+    return kernel_for(epilogue, n=layer.N, k=layer.K, dtype=dtype, accumulate=accumulate)
 
 
 def compile_all(kernels: Iterable[GemmKernel]) -> None:

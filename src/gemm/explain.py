@@ -21,7 +21,8 @@ def explain(composition: Composition | Policy, n: int, k: int, **options: Any) -
     Args:
         composition: a complete composition.
         n: output features. k: reduction depth.
-        **options: those of ``kernel_for``: dtype, target, schedule, dtypes, alignments, expected_m.
+        **options: those of ``kernel_for``: dtype, target, schedule, dtypes, alignments, expected_m,
+            accumulate.
 
     Raises what ``kernel_for`` and the compiler raise; code with spills is described, not refused.
     """
@@ -39,6 +40,7 @@ def describe(kernel: GemmKernel, report: Report) -> str:
         f"problem        N = {problem.columns}, K = {problem.depth}, {_short(problem.dtype)}",
         f"row order      {spec.resolved.order}",
         f"schedule       {spec.schedule}; {kernel.target.arch}",
+        f"accumulate     {problem.accumulate}",
         *str(report).splitlines(),
         "",
     ]

@@ -72,19 +72,22 @@ class HopperGemm:
         sizes = (spec.resolved, spec.layout, self.tile_m, self.tile_n)
         self.driver = Driver(*sizes)
         self.stager = Stager(*sizes)
+        self.precise = spec.problem.accumulate == "precise"
         self.staged = not self.stager.plan.empty
         self.slots = schedule.slots
         self.panelled = panelled(spec.resolved, spec.layout) if self.slots else ()
 
     def _mma(self) -> cute.TiledMma:
+        """The MMA of a consumer warpgroup: all of ``tile_n``, or half of it where both halves are added apart."""
+        width = self.tile_n // 2 if self.precise else self.tile_n
         source = warpgroup.OperandSource.SMEM
         if self.spec.problem.dtype == torch.float8_e4m3fn:
-            shape = (64, self.tile_n, 32)
+            shape = (64, width, 32)
             operation = warpgroup.MmaF8Op(
                 self.dtype, self.dtype, Float32, shape, source, K_MAJOR, K_MAJOR
             )
         else:
-            shape = (64, self.tile_n, 16)
+            shape = (64, width, 16)
             operation = warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, source, K_MAJOR, K_MAJOR)
         return cute.make_tiled_mma(cute.make_mma_atom(operation), (2, 1, 1))
 
@@ -293,18 +296,27 @@ class HopperGemm:
             m, n = self._tile(walk, i)
             floats, integers = self._buffers(shared, staged.index)
             tile = Tile(arguments, tile_state, floats, integers, m, n, ring)
-            sent = self.driver.begin(tile, consumer)
-            self._multiply(mma, acc, a, b, loads, full, False)
-            full.advance()
-            for _ in cutlass.range(self.k_tiles - 1, unroll=1):
-                self._multiply(mma, acc, a, b, loads, full, True)
-                warpgroup.wait_group(1)
-                loads.consumer_release(done)
+            if cutlass.const_expr(self.precise):
+                self._multiply_precisely(mma, acc, part, a, b, loads, full, True)
                 full.advance()
+                for _ in cutlass.range(self.k_tiles - 1, unroll=1):
+                    self._multiply_precisely(mma, acc, part, a, b, loads, full, False)
+                    full.advance()
+                # Not before: the products of half a tile leave no registers for what is on its way.
+                sent = self.driver.begin(tile, consumer)
+            else:
+                sent = self.driver.begin(tile, consumer)
+                self._multiply(mma, acc, a, b, loads, full, False)
+                full.advance()
+                for _ in cutlass.range(self.k_tiles - 1, unroll=1):
+                    self._multiply(mma, acc, a, b, loads, full, True)
+                    warpgroup.wait_group(1)
+                    loads.consumer_release(done)
+                    full.advance()
+                    done.advance()
+                warpgroup.wait_group(0)
+                loads.consumer_release(done)
                 done.advance()
-            warpgroup.wait_group(0)
-            loads.consumer_release(done)
-            done.advance()
             if cutlass.const_expr(self.staged):
                 staging.consumer_wait(staged)
             self.driver.run(acc, tile, consumer, sent)
@@ -326,3 +338,33 @@ class HopperGemm:
             cute.gemm(atom, acc, a[None, None, k, full.index], b[None, None, k, full.index], acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
+
+    @cute.jit
+    def _multiply_precisely(
+        self, mma, acc, part, a, b, loads, full, first: cutlass.Constexpr
+    ) -> None:
+        """One stage, added to ``acc`` in float32: each half of the columns in turn, so that nothing spills."""
+        loads.consumer_wait(full)
+        count = cute.size(acc) // 2
+        for half in cutlass.range_constexpr(2):
+            shape = part.partition_shape_C((self.tile_m, self.tile_n // 2))
+            products = part.make_fragment_C(shape)
+            atom = cute.make_mma_atom(mma.op)
+            atom.set(warpgroup.Field.ACCUMULATE, False)
+            warpgroup.fence()
+            for k in cutlass.range_constexpr(4):
+                b_half = b[None, half, k, full.index]
+                b_half = cute.make_tensor(
+                    b_half.iterator, cute.append(b_half.layout, cute.make_layout(1))
+                )
+                cute.gemm(atom, products, a[None, None, k, full.index], b_half, products)
+                atom.set(warpgroup.Field.ACCUMULATE, True)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            if cutlass.const_expr(half == 1):
+                loads.consumer_release(full)
+            for i in cutlass.range_constexpr(count):
+                if cutlass.const_expr(first):
+                    acc[half * count + i] = products[i]
+                else:
+                    acc[half * count + i] = acc[half * count + i] + products[i]

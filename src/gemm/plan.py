@@ -39,6 +39,7 @@ def plan(
     dtypes: Mapping[str, torch.dtype] | None = None,
     alignments: Mapping[str, int] | None = None,
     expected_m: int | None = None,
+    accumulate: str | None = None,
     cache: ObjectCache | None = None,
 ) -> Plan:
     """Choose, compile (or load) and return what runs ``composition`` on ``x @ packed.T``.
@@ -50,7 +51,7 @@ def plan(
         composition: policies; see ``epicute.epilogues``.
         packed: weight packed with ``composition.row_order(N)``; any other weight of its shape and dtype may be run.
         x_dtype: dtype of x, which must be the weight's.
-        target, schedule, dtypes, alignments, expected_m: see ``kernel_for``.
+        target, schedule, dtypes, alignments, expected_m, accumulate: see ``kernel_for``.
         cache: object cache; by default the user's.
 
     Raises ArgumentError, CompositionError or UnsupportedError before anything is compiled, CompileError where the
@@ -85,6 +86,7 @@ def plan(
         dtypes=dtypes,
         alignments=alignments,
         expected_m=expected_m,
+        accumulate=accumulate,
     )
     found = Plan(kernel, compile(kernel, cache=cache))
     if packed.device.type == "cuda":

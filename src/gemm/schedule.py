@@ -14,7 +14,7 @@ from epicute.errors import ArgumentError, UnsupportedError, require
 from epicute.gemm.panels import ring_bytes
 from epicute.jit import Target
 
-__all__ = ["DTYPES", "Problem", "Schedule", "choose", "shared_memory"]
+__all__ = ["DTYPES", "Problem", "Schedule", "accumulation", "choose", "shared_memory"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """Dtypes of A and B."""
@@ -38,6 +38,7 @@ class Problem:
         dtype: of A and B. unit: packed rows that must stay in one tile. staged: bytes per tile of operands that are
             kept in shared memory, for one buffer: (per tile row, per unit).
         expected_m: rows to tune for; None where unknown.
+        accumulate: ``"fast"`` or ``"precise"``; see ``accumulation``.
     """
 
     columns: int
@@ -47,6 +48,7 @@ class Problem:
     unit: int
     staged: tuple[int, int] = (0, 0)
     expected_m: int | None = None
+    accumulate: str = "fast"
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,13 @@ class Schedule:
             f"use {256 // problem.unit * problem.unit}",
         )
         require(
+            problem.accumulate == "fast" or (self.tile_n % 16 == 0 and self.tile_m == 128),
+            "Schedule",
+            f"{self.tile_m}x{self.tile_n} with precise accumulation",
+            "tile_m 128 and tile_n a multiple of 16 (it is added in two halves)",
+            "use another tile, or accumulate='fast'",
+        )
+        require(
             self.tile_m * self.tile_n <= 128 * 256,
             "Schedule",
             f"{self.tile_m}x{self.tile_n}",
@@ -121,6 +130,33 @@ class Schedule:
         ring = f", output ring of {self.slots}" if self.slots else ""
         tile = f"{self.tile_m}x{self.tile_n}"
         return f"{tile}, cluster {self.cluster_m}x1, {self.stages} stages{ring}"
+
+
+def accumulation(dtype: torch.dtype, depth: int, asked: str | None) -> str:
+    """How products are added: ``asked``, or the default for a dtype and K.
+
+    ``"fast"``: in the tensor core alone, which for float8 keeps 13 fraction bits and truncates every product.
+    ``"precise"``: float8 in blocks of 128 products, added in float32. The default is fast for 16-bit operands, whose
+    tensor core accumulates in float32, and for float8 up to K = 256; beyond, fast errs by more than 2e-3 where the
+    operands have a mean.
+    """
+    require(
+        asked in (None, "fast", "precise"),
+        "accumulate",
+        repr(asked),
+        "'fast', 'precise' or None",
+        "leave it out for the default",
+    )
+    if dtype != torch.float8_e4m3fn:
+        require(
+            asked != "precise",
+            "accumulate",
+            "'precise'",
+            f"'fast' for {dtype}, which accumulates in float32 anyway",
+            "leave it out",
+        )
+        return "fast"
+    return asked or ("fast" if depth <= 256 else "precise")
 
 
 def stage_bytes(schedule: Schedule) -> int:

@@ -15,7 +15,14 @@ from epicute.epilogues.policy import Policy
 from epicute.epilogues.resolve import Resolved, resolve
 from epicute.errors import require
 from epicute.gemm.arguments import ArgumentLayout
-from epicute.gemm.schedule import DTYPES, Problem, Schedule, choose, shared_memory
+from epicute.gemm.schedule import (
+    DTYPES,
+    Problem,
+    Schedule,
+    accumulation,
+    choose,
+    shared_memory,
+)
 from epicute.jit import CompileKey, Target, modules_digest
 
 __all__ = ["GemmKernel", "GemmSpec", "kernel_for"]
@@ -72,6 +79,7 @@ class GemmKernel:
                 ("cluster", schedule.cluster_m),
                 ("stages", schedule.stages),
                 ("slots", schedule.slots),
+                ("accumulate", problem.accumulate),
             ),
             sources=(modules_digest(*MODULES),),
             target=self.target,
@@ -109,6 +117,7 @@ def kernel_for(
     dtypes: Mapping[str, torch.dtype] | None = None,
     alignments: Mapping[str, int] | None = None,
     expected_m: int | None = None,
+    accumulate: str | None = None,
 ) -> GemmKernel:
     """Describe the kernel of ``composition`` for a projection of N = ``n`` features over K = ``k``.
 
@@ -120,6 +129,7 @@ def kernel_for(
         schedule: by default ``choose``'s.
         dtypes: operand dtypes other than the policies' own. alignments: bytes to assume of an operand's rows
             (see ``ArgumentLayout.of``). expected_m: rows to choose the schedule for.
+        accumulate: ``"fast"`` or ``"precise"`` for float8; by default ``accumulation``'s rule.
 
     Raises ArgumentError, CompositionError or UnsupportedError before anything is traced.
     """
@@ -139,7 +149,9 @@ def kernel_for(
     resolved = resolve(composition, n)
     layout = ArgumentLayout.of(resolved, dtypes, alignments)
     order = resolved.order
-    problem = Problem(n, order.rows, k, dtype, order.unit, staged_operands(resolved), expected_m)
+    how = accumulation(dtype, k, accumulate)
+    staged = staged_operands(resolved)
+    problem = Problem(n, order.rows, k, dtype, order.unit, staged, expected_m, how)
     found = choose(problem, target)
     if schedule is not None:
         schedule.check(problem, target)

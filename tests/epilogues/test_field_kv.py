@@ -158,7 +158,7 @@ def test_kv_10_negative_and_far_slots_write_nowhere(dtype: torch.dtype) -> None:
     slots[0], slots[2], slots[4] = 128, 2**40 + 17, -(2**40)
     operands = {"cell_scale": torch.ones(1)} if dtype == FP8 else {}
     x = torch.full((128, 64), 1000.0)
-    out = PlaceKV(64, dtype).__rshift__(compose()).evaluate(x, slots=slots, cells=cells, **operands)
+    out = compose(PlaceKV(64, dtype)).evaluate(x, slots=slots, cells=cells, **operands)
     live = slots[(slots >= 0) & (slots < 128)]
     touched = (out["cells"].double() != 7.0).any(3).reshape(128)
     assert set(touched.nonzero()[:, 0].tolist()) == set(live.tolist())
