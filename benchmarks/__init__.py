@@ -1,6 +1,6 @@
 """Measurements of epicute on a GPU, one module per published table.
 
-``python -m benchmarks gemm epilogue calls`` times epicute beside its peers and writes one JSON file
-per table; ``python -m benchmarks.plots FILE...`` draws them. Nothing here is part of the installed
-package.
+``python -m benchmarks gemm epilogue calls accuracy`` measures epicute beside its peers and writes one
+JSON file per table; ``python -m benchmarks.plots FILE...`` draws them. Nothing here is part of the
+installed package.
 """

@@ -54,21 +54,22 @@ def compare(out: Tensor, reference: Tensor) -> Error:
 
 
 def checker(
-    reference: Mapping[str, Tensor], view: View
+    reference: Mapping[str, Tensor], view: View, allowed: Callable[[str], Error] = budget
 ) -> Callable[[Callable[[int], Mapping[str, Tensor]]], Error]:
     """A check of copy 0's outputs, all of which must be in ``reference`` by name, (rows, n)
     float64.
 
-    ``view`` picks the checked rows of an output, dequantised. The check returns the largest errors
-    and raises WrongResult, naming the output, where one exceeds its budget.
+    ``view`` picks the checked rows of an output, dequantised; ``allowed`` is an output's budget by
+    name. The check returns the largest errors and raises WrongResult, naming the output, where one
+    exceeds its budget.
     """
 
     def check(run: Callable[[int], Mapping[str, Tensor]]) -> Error:
         errors = []
         for name, tensor in run(0).items():
             found = compare(view(name, tensor), reference[name])
-            if not found.within(budget(name)):
-                raise WrongResult(f"{name}: {found}, allowed {budget(name)}")
+            if not found.within(allowed(name)):
+                raise WrongResult(f"{name}: {found}, allowed {allowed(name)}")
             errors.append(found)
         return Error(max(e.norm for e in errors), max(e.worst_row for e in errors))
 

@@ -1,8 +1,8 @@
 """One figure per table, from its JSON alone: ``python -m benchmarks.plots FILE... [--out DIR]``.
 
 Bars show the share of the floor each candidate reaches (higher is better), so that shapes of all
-sizes fit one axis; where a table has no floors, they show time. A failed candidate has a cross in
-place of its bar.
+sizes fit one axis; where a table has no floors, they show time, and where it is about errors, those
+by norm. A failed candidate has a cross in place of its bar.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +28,34 @@ LABEL = 48
 def series(table: Mapping[str, Any]) -> tuple[str, dict[str, list[float | None]]]:
     """(what is shown, candidate → one value per row, None where it has none), ours first."""
     rows = table["rows"]
-    share = bool(rows) and all(row["floor_us"] > 0 for row in rows)
-    names = list(dict.fromkeys(name for row in rows for name in _times(row)))
+    shown, values = _values(rows)
+    found = [values(row) | dict.fromkeys(row.get("failed", {})) for row in rows]
+    names = list(dict.fromkeys(name for row in found for name in row))
+    return shown, {name: [row.get(name) for row in found] for name in names}
 
-    def value(row: Mapping[str, Any], name: str) -> float | None:
-        time = _times(row).get(name)
-        if time is None:
-            return None
-        return 100 * row["floor_us"] / time if share else time
 
-    shown = "share of the floor, %" if share else "µs"
-    return shown, {name: [value(row, name) for row in rows] for name in names}
+def _values(
+    rows: Sequence[Mapping[str, Any]],
+) -> tuple[str, Callable[[Mapping[str, Any]], dict[str, float | None]]]:
+    """What these rows show, and a row's values of it by candidate."""
+    if any("errors" in row for row in rows):
+        return "relative error by norm", _errors
+    if rows and all(row["floor_us"] > 0 for row in rows):
+        return "share of the floor, %", _shares
+    return "µs", _times
 
 
 def _times(row: Mapping[str, Any]) -> dict[str, float | None]:
-    failed = {name: None for name in row.get("failed", {}) if name != "ours"}
-    return {"ours": row["ours_us"], **row["peers_us"], **failed}
+    return {"ours": row["ours_us"], **row["peers_us"]}
+
+
+def _shares(row: Mapping[str, Any]) -> dict[str, float | None]:
+    return {name: time and 100 * row["floor_us"] / time for name, time in _times(row).items()}
+
+
+def _errors(row: Mapping[str, Any]) -> dict[str, float | None]:
+    found = {"ours": row["error"], **row.get("errors", {})}
+    return {name: error and error["norm"] for name, error in found.items()}
 
 
 def draw(table: Mapping[str, Any], path: Path) -> None:

@@ -7,8 +7,8 @@
 |---|---|
 | status | what exists, and what of it GPU tests have covered |
 | planned | what does not exist yet |
-| summary | geometric mean, least and most of peer over ours, per table and format |
-| gemm, epilogue, calls | every row of the table of that name |
+| summary | geometric mean, least and most of peer over ours, per table, format and accumulation |
+| gemm, epilogue, calls, accuracy | every row of the table of that name |
 | gpu-tests | passed, failed and skipped per test file |
 
 A table whose JSON is not there yet reads "not measured yet".
@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.provenance import ROOT
-from benchmarks.table import geometric_mean, label, validate
+from benchmarks.table import geometric_mean, label, ratios, validate
 from epicute.errors import ArgumentError, require
 
 __all__ = ["BLOCKS", "DEVICE", "PARTS", "PLANNED", "Part", "Results", "main", "pages", "rendered"]
 
 DEVICE = "h200"
-TABLES = ("gemm", "epilogue", "calls")
+TABLES = ("gemm", "epilogue", "calls", "accuracy")
 GPU_TESTS = "gpu-tests"
 
 BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -84,23 +84,23 @@ class Part:
     tests: tuple[str, ...] = ()
 
 
-KERNEL_TESTS = ("tests/gemm", "tests/epilogues")
+POLICY_TESTS = ("tests/gemm/test_gpu_policies.py", "tests/gemm/test_gpu_kv.py", "tests/epilogues")
 
 PARTS = (
     Part("Compose, draw and evaluate epilogues", ("epicute.epilogues",), "CPU"),
-    Part("Float64 references, property tests", ("epicute.testing",), "CPU"),
+    Part("Float64 references, property tests", ("epicute.testing",), "CPU", ("tests/testing",)),
     Part(
         "Weights in BF16, FP16, FP8 E4M3: quantise, pack, save, load", ("epicute.weights",), "CPU"
     ),
     Part("Paged KV addresses", ("epicute.kv",), "CPU"),
     Part("Compile, report, cache", ("epicute.jit",), "Linux", ("tests/jit",)),
     Part("Delayed FP8 scaling", ("epicute.quant",), "CPU", ("tests/quant",)),
-    Part("GEMM for any M, N, K", ("epicute.gemm",), "sm_90a", KERNEL_TESTS),
+    Part("GEMM for any M, N, K", ("epicute.gemm",), "sm_90a", ("tests/gemm",)),
     Part(
         "All policies inside the GEMM, yours included",
         ("epicute.epilogues",),
         "sm_90a",
-        KERNEL_TESTS,
+        POLICY_TESTS,
     ),
     Part("Command line, demo on SmolLM2-135M", ("epicute.cli", "epicute.models"), "Linux"),
 )
@@ -178,19 +178,13 @@ def summary(results: Results) -> str:
 
 
 def _ratios(table: Mapping[str, Any]) -> str:
-    found: dict[tuple[str, str], list[float]] = {}
-    for row in table["rows"]:
-        for peer, time in row["peers_us"].items():
-            if row["ours_us"]:
-                key = (row["case"].get("weights", "-"), peer)
-                found.setdefault(key, []).append(time / row["ours_us"])
     rows = [
-        (weights, peer, *(f"{x:.2f}×" for x in (geometric_mean(r), min(r), max(r))), str(len(r)))
-        for (weights, peer), r in sorted(found.items())
+        (*key, *(f"{x:.2f}×" for x in (geometric_mean(r), min(r), max(r))), str(len(r)))
+        for key, r in sorted(ratios(table["rows"]).items())
     ]
     failed = sum(row["ours_us"] is None for row in table["rows"])
     lost = f" Cases of ours that failed: {failed}." if failed else ""
-    heads = ("weights", "peer", "peer's time over ours", "least", "most", "cases")
+    heads = ("weights", "accumulate", "peer", "peer's time over ours", "least", "most", "cases")
     title = f"**{table['table']}**: {table['paper']}. {source(table)}{lost}"
     return f"{title}\n\n{markdown(heads, rows)}"
 
@@ -202,19 +196,40 @@ def whole(name: str) -> Callable[[Results], str]:
         table = results.read(name)
         if table is None:
             return absent(name)
-        groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
-        for row in table["rows"]:
-            groups.setdefault(_peers(row), []).append(row)
-        parts = [source(table), *(_rows(peers, rows) for peers, rows in groups.items())]
+        rows = table["rows"]
+        of_errors = any("errors" in row for row in rows)
+        parts = [source(table), *(_errors(rows) if of_errors else _times(rows))]
         parts += [f"Protocol: {table['protocol']}.", f"Floor: {table['floor']}."]
         return "\n\n".join(parts)
 
     return render
 
 
-def _peers(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """A row's peers, measured or failed."""
-    return tuple(sorted({*row["peers_us"], *row.get("failed", {})} - {"ours"}))
+def _times(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One table for each set of peers, measured or failed, and each accumulation."""
+    groups: dict[tuple[str, tuple[str, ...]], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        peers = tuple(sorted({*row["peers_us"], *row.get("failed", {})} - {"ours"}))
+        groups.setdefault((row["case"].get("accumulate", "-"), peers), []).append(row)
+    return [_rows(peers, found) for (_, peers), found in groups.items()]
+
+
+def _errors(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One table of everybody's errors, ours first."""
+    peers = list(dict.fromkeys(name for row in rows for name in row.get("errors", {})))
+
+    def cells(row: Mapping[str, Any], name: str) -> list[str]:
+        error = row["error"] if name == "ours" else row.get("errors", {}).get(name)
+        if error:
+            return [f"{error[word]:.1e}" for word in ("norm", "worst_row")]
+        return ["failed" if name in row.get("failed", {}) else "-"] * 2
+
+    names = ["ours", *peers]
+    heads = ["case", *(head for name in names for head in (f"{name}: norm", "worst row"))]
+    body = [
+        [label(row["case"]), *(cell for name in names for cell in cells(row, name))] for row in rows
+    ]
+    return [markdown(heads, body)]
 
 
 def _rows(peers: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:

@@ -2,11 +2,12 @@
 
     {table, paper, device, driver, torch, dsl, commit, date, protocol, floor,
      rows: [{case, ours_us, floor_us, peers_us: {name: µs}, error: {norm, worst_row},
-             failed: {name: why}}]}
+             errors: {name: {norm, worst_row}}, failed: {name: why}}]}
 
-``failed`` is there only where a candidate failed; ``ours_us`` is null only where ``failed`` says
-why. ``error`` is null only in tables that measure no result. A file is valid after every row, so
-that a run that is cut short keeps its rows.
+``error`` is ours, null only in tables that measure no result; ``errors`` are the peers', there only
+in tables that are about them. ``failed`` is there only where a candidate failed. ``ours_us`` is null
+only where ``failed`` says why, and in rows with ``errors`` that measure no time. A file is valid
+after every row, so that a run that is cut short keeps its rows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 from benchmarks.provenance import Provenance
 from epicute.errors import require
 
-__all__ = ["CASE", "Row", "Table", "geometric_mean", "render", "validate"]
+__all__ = ["CASE", "Row", "Table", "geometric_mean", "label", "ratios", "render", "validate"]
 
 CASE: dict[str, type | tuple[str, ...]] = {
     "shape": str,
@@ -58,11 +59,16 @@ PLAIN = ("shape", "layer", "weights", "composition", "mix", "variant")
 
 HEAD = ("table", "paper", "device", "driver", "torch", "dsl", "commit", "date", "protocol", "floor")
 ROW = ("case", "ours_us", "floor_us", "peers_us", "error")
+OPTIONAL = ("errors", "failed")
+"""Fields of a row that are left out where they are empty."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured case. Times in µs per call; ``failed`` maps a candidate to what went wrong."""
+    """One measured case. Times in µs per call.
+
+    ``error`` is ours and ``errors`` are the peers'; ``failed`` maps a candidate to what went wrong.
+    """
 
     case: Mapping[str, Any]
     ours_us: float | None
@@ -70,14 +76,13 @@ class Row:
     peers_us: Mapping[str, float] = field(default_factory=dict)
     error: Mapping[str, float] | None = None
     failed: Mapping[str, str] = field(default_factory=dict)
+    errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def json(self) -> dict[str, Any]:
         """As it stands in the file."""
         found: dict[str, Any] = {name: getattr(self, name) for name in ROW}
         found["case"], found["peers_us"] = dict(self.case), dict(self.peers_us)
-        if self.failed:
-            found["failed"] = dict(self.failed)
-        return found
+        return found | {name: dict(getattr(self, name)) for name in OPTIONAL if getattr(self, name)}
 
 
 class Table:
@@ -120,12 +125,14 @@ def validate(table: Mapping[str, Any]) -> None:
 
 
 def _validate_row(where: str, row: Mapping[str, Any]) -> None:
-    _keys(where, row, ROW, optional=("failed",))
+    _keys(where, row, ROW, OPTIONAL)
     for key, value in row["case"].items():
         _validate_case(f"{where}.case.{key}", key, value)
-    failed = row.get("failed", {})
+    failed, errors = row.get("failed", {}), row.get("errors", {})
     if row["ours_us"] is None:
-        require("ours" in failed, f"{where}.ours_us", None, "a time", "or say why in failed.ours")
+        untimed = bool(errors) and row["error"] is not None
+        told = "ours" in failed or untimed
+        require(told, f"{where}.ours_us", None, "a time", "or say why in failed.ours")
     else:
         _number(f"{where}.ours_us", row["ours_us"], positive=True)
     _number(f"{where}.floor_us", row["floor_us"])
@@ -133,12 +140,19 @@ def _validate_row(where: str, row: Mapping[str, Any]) -> None:
         _number(f"{where}.peers_us.{name}", time, positive=True)
         require(name not in failed, f"{where}.peers_us.{name}", "also failed", "one", "keep one")
     if row["error"] is not None:
-        _keys(f"{where}.error", row["error"], ("norm", "worst_row"))
-        for name, value in row["error"].items():
-            _number(f"{where}.error.{name}", value)
+        _validate_error(f"{where}.error", row["error"])
+    for name, error in errors.items():
+        _validate_error(f"{where}.errors.{name}", error)
+        require(name not in failed, f"{where}.errors.{name}", "also failed", "one", "keep one")
     for name, why in failed.items():
         told = isinstance(why, str) and bool(why)
         require(told, f"{where}.failed.{name}", repr(why), "the error's text", "keep the message")
+
+
+def _validate_error(where: str, error: Mapping[str, float]) -> None:
+    _keys(where, error, ("norm", "worst_row"))
+    for name, value in error.items():
+        _number(f"{where}.{name}", value)
 
 
 def _validate_case(where: str, key: str, value: Any) -> None:
@@ -191,15 +205,22 @@ def label(case: Mapping[str, Any]) -> str:
 def line(row: Mapping[str, Any]) -> str:
     """One row as text: time, share of the floor, peers and their ratio to ours, error."""
     ours, floor = row["ours_us"], row["floor_us"]
-    parts = [f"{label(row['case']):<72}", f"{ours:10.1f} µs" if ours else f"{'failed':>13}"]
+    missing = "failed" if "ours" in row.get("failed", {}) else ""
+    parts = [f"{label(row['case']):<72}", f"{ours:10.1f} µs" if ours else f"{missing:>13}"]
     if ours and floor:
         parts.append(f"{floor / ours:4.0%} of floor")
     for name, time in row["peers_us"].items():
         parts.append(f"{name} {time:.1f}" + (f" ({time / ours:.2f}x)" if ours else ""))
     if row["error"]:
-        parts.append(f"error {row['error']['norm']:.1e} / {row['error']['worst_row']:.1e}")
+        parts.append(f"error {_both(row['error'])}")
+    parts += [f"{name} {_both(error)}" for name, error in row.get("errors", {}).items()]
     parts += [f"FAILED {name}: {_short(why)}" for name, why in row.get("failed", {}).items()]
     return "  ".join(parts)
+
+
+def _both(error: Mapping[str, float]) -> str:
+    """By norm, and of the worst row."""
+    return f"{error['norm']:.1e} / {error['worst_row']:.1e}"
 
 
 def _short(why: str, most: int = 300) -> str:
@@ -208,21 +229,25 @@ def _short(why: str, most: int = 300) -> str:
     return text if len(text) <= most else f"{text[: most // 3]} … {text[-most * 2 // 3 :]}"
 
 
-def means(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], tuple[float, int]]:
-    """(weights, peer) → geometric mean of peer over ours, and of how many cases."""
-    ratios: dict[tuple[str, str], list[float]] = {}
+def ratios(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, str], list[float]]:
+    """(weights, accumulate, peer) → peer over ours of every case that has both times.
+
+    A case that does not say its weights or accumulation counts as ``-``.
+    """
+    found: dict[tuple[str, str, str], list[float]] = {}
     for row in rows:
+        weights, accumulate = (row["case"].get(key, "-") for key in ("weights", "accumulate"))
         for name, time in row["peers_us"].items():
             if row["ours_us"]:
-                key = (row["case"].get("weights", "-"), name)
-                ratios.setdefault(key, []).append(time / row["ours_us"])
-    return {key: (geometric_mean(found), len(found)) for key, found in ratios.items()}
+                found.setdefault((weights, accumulate, name), []).append(time / row["ours_us"])
+    return found
 
 
 def render(table: Mapping[str, Any]) -> str:
     """The whole table as text, geometric means last."""
     short = f"{table['table']} on {table['device']}, {table['commit'][:12]}, {table['date']}"
     lines = [short, *(line(row) for row in table["rows"])]
-    for (weights, peer), (mean, count) in sorted(means(table["rows"]).items()):
-        lines.append(f"geometric mean, {weights} weights, {peer} over ours: {mean:.3f} ({count})")
+    for (weights, accumulate, peer), found in sorted(ratios(table["rows"]).items()):
+        what = f"{weights} weights, accumulate {accumulate}, {peer} over ours"
+        lines.append(f"geometric mean, {what}: {geometric_mean(found):.3f} ({len(found)})")
     return "\n".join(lines)

@@ -70,8 +70,6 @@ FAILURES = {
 }
 
 REASONS = {
-    "GE-04": "FP8 products are accumulated by the tensor core alone so far; promotion to FP32 every 128 "
-    "of K comes with its own mode, and brings the test",
     "GE-14": "no kernel is launched as a programmatic dependent, so none waits for its predecessor early",
 }
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from epicute.epilogues.composition import Composition
     from epicute.epilogues.context import Context
+    from epicute.layouts.row_order import RowOrder
 
 __all__ = [
     "Elementwise",
@@ -104,6 +105,18 @@ class Policy:
         from epicute.epilogues.composition import compose
 
         return compose(self, other)
+
+    def row_order(self, columns: int) -> RowOrder:
+        """The order of a weight's rows for a composition of this policy alone."""
+        from epicute.epilogues.composition import compose
+
+        return compose(self).row_order(columns)
+
+    def evaluate(self, acc: Any, **operands: Any) -> dict[str, torch.Tensor]:
+        """Run the policy alone on the CPU; see ``Composition.evaluate``."""
+        from epicute.epilogues.composition import compose
+
+        return compose(self).evaluate(acc, **operands)
 
     def __str__(self) -> str:
         shown = ", ".join(f"{n}={_show(v)}" for n, v in self.settings() if v not in ("", None))

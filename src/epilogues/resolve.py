@@ -6,7 +6,7 @@ of the range's, afterwards half of them. ``groups`` say which of a unit's column
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
@@ -113,26 +113,33 @@ class Step:
 
 @dataclass(frozen=True)
 class Block:
-    """Pieces of a unit that a chain needs together, and the chain restricted to them.
+    """Lanes that the rest of a chain needs together, and that rest on them: a piece alone, or two that pair."""
 
-    A piece alone, two that pair, or the whole unit where a policy reduces over columns. The kernel finishes one block
-    before it starts the next, which keeps few registers alive.
-    """
-
-    pieces: tuple[Piece, ...]
+    lanes: tuple[int, ...]
     steps: tuple[Step, ...]
 
 
 @dataclass(frozen=True)
 class ResolvedRange:
-    """A column range with its order and steps; ``first_unit`` counts units of the packed weight."""
+    """A column range with its order and steps.
+
+    Attributes:
+        first_unit: units of the packed weight before the range; units: its own. first_column: logical.
+        pieces: what a quad lane holds of a unit.
+        steps: the whole chain on a unit.
+        head: the chain up to its last policy that reduces over columns; runs on a unit at once.
+        blocks: the rest of the chain, on parts of the unit. The kernel finishes one block before it starts the next,
+            which keeps few registers alive.
+    """
 
     name: str
     range: Range
     first_unit: int
     units: int
     first_column: int
+    pieces: tuple[Piece, ...]
     steps: tuple[Step, ...]
+    head: tuple[Step, ...]
     blocks: tuple[Block, ...]
 
 
@@ -180,12 +187,14 @@ def resolve(composition: Composition, columns: int) -> Resolved:
     ):
         split_at = shared if composition.columns else 0
         chain = _Chain(policies, span, unit, name, column, split_at)
-        pieces = span.pieces(unit)
-        blocks = tuple(Block(some, chain.steps(some)) for some in _blocks(policies, pieces))
-        units = span.rows(unit) // unit
-        found.append(
-            ResolvedRange(name, span, row // unit, units, column, chain.steps(pieces), blocks)
+        pieces, units = span.pieces(unit), span.rows(unit) // unit
+        steps = chain.steps(pieces)
+        first = _reduced(policies)
+        blocks = tuple(
+            Block(lanes, chain.steps(some)[first:]) for some, lanes in _parts(pieces, steps[first:])
         )
+        resolved = (row // unit, units, column, pieces, steps, steps[:first], blocks)
+        found.append(ResolvedRange(name, span, *resolved))
     return Resolved(composition, order, tuple(found), _shapes(found, columns, shared, composition))
 
 
@@ -231,15 +240,29 @@ def _unit(branches: list[tuple[Any, tuple[Policy, ...]]]) -> int:
     return unit
 
 
-def _blocks(policies: tuple[Policy, ...], pieces: tuple[Piece, ...]) -> list[tuple[Piece, ...]]:
-    if any(isinstance(policy, Reducing) and policy.over for policy in policies):
-        return [pieces]
+def _reduced(policies: tuple[Policy, ...]) -> int:
+    """How many policies stand up to and with the last one that reduces over columns."""
+    reduces = [isinstance(p, Reducing) and p.over > 0 for p in policies]
+    return len(policies) - reduces[::-1].index(True) if any(reduces) else 0
+
+
+def _parts(
+    pieces: tuple[Piece, ...], rest: tuple[Step, ...]
+) -> Iterator[tuple[tuple[Piece, ...], tuple[int, ...]]]:
+    """Pieces that the rest of a chain needs together, and their lanes in the value it starts from."""
+    if not rest:
+        return
+    left = [p for p in pieces if len(rest[0].domain.groups) == len(pieces) or p.member != 1]
+    lanes: dict[Piece, range] = {}
+    count = 0
+    for piece in left:
+        lanes[piece] = range(count, count + piece.lanes)
+        count += piece.lanes
     seconds = {piece.pair: piece for piece in pieces if piece.member == 1}
-    return [
-        (piece, seconds[piece.pair]) if piece.member == 0 else (piece,)
-        for piece in pieces
-        if piece.member != 1
-    ]
+    for piece in pieces:
+        if piece.member != 1:
+            some = (piece, seconds[piece.pair]) if piece.member == 0 else (piece,)
+            yield some, tuple(i for p in some for i in lanes.get(p, ()))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from epicute.gemm.explain import explain
 from epicute.gemm.linear import linear
 from epicute.gemm.plan import Plan, align_rows, plan
-from epicute.gemm.schedule import Problem, Schedule, choose, shared_memory
+from epicute.gemm.schedule import Problem, Schedule, accumulation, choose, shared_memory
 from epicute.gemm.spec import GemmKernel, GemmSpec, kernel_for
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Plan",
     "Problem",
     "Schedule",
+    "accumulation",
     "align_rows",
     "choose",
     "explain",

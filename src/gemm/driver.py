@@ -15,7 +15,7 @@ import torch
 from cutlass import Float32, Int32, Int64, cute
 
 from epicute.epilogues.context import run_body
-from epicute.epilogues.dsl import DSL_OPERATIONS
+from epicute.epilogues.dsl import DSL_OPERATIONS, opaque
 from epicute.epilogues.operands import (
     Counter,
     Maximum,
@@ -79,12 +79,12 @@ class Driver:
     """Device code of the epilogue for one composition, tile and operand layout."""
 
     def __init__(
-        self, resolved: Resolved, layout: ArgumentLayout, tile_m: int, tile_n: int
+        self, resolved: Resolved, layout: ArgumentLayout, tile_m: int, tile_n: int, parts: int = 1
     ) -> None:
         self.resolved = resolved
         self.layout = layout
         self.plan = StagePlan(resolved)
-        self.tile_m, self.tile_n = tile_m, tile_n
+        self.tile_m, self.tile_n, self.parts = tile_m, tile_n, parts
         self.unit = resolved.order.unit
         self.units = tile_n // self.unit
 
@@ -98,6 +98,8 @@ class Driver:
         ``acc``: the thread's accumulators, 64 rows of ``tile_n`` columns for each 128 tile rows. ``thread``: among the
         two consumer warpgroups. ``sent``: what ``begin`` returned.
         """
+        # Opaque, or whatever depends on the thread alone is kept in registers across the multiplication.
+        thread = opaque(Int32(thread))
         ahead = len(sent)
         for u in range(self.units):
             if ahead and u + ahead < self.units:
@@ -108,7 +110,7 @@ class Driver:
 
                 def body(r: int = r, u: int = u, index: Any = index) -> None:
                     ready = sent[u] if ahead else {}
-                    work = Work(self.unit <= DEFERRED_COLUMNS, tile.ring, tile.m)
+                    work = Work(self._defers(r), tile.ring, tile.m)
                     for block, half, place in self._places(tile, r, u, index, thread):
                         place.fetched, place.work = ready.get((block, half), {}), work
                         place.half = half
@@ -119,6 +121,11 @@ class Driver:
                     body()
                 else:
                     when((index >= 0) & (index < span.units), body)
+
+    def _defers(self, r: int) -> bool:
+        """Whether a unit of range ``r`` is small enough for its stores to wait until all its rows are computed."""
+        narrow = self.unit * (self.tile_m // 128) <= DEFERRED_COLUMNS
+        return narrow and self.resolved.ranges[r].steps[0].domain.remaining(0, 0) is None
 
     def _one_range(self) -> bool:
         """Whether every unit of every tile is a unit of the only range."""
@@ -140,8 +147,12 @@ class Driver:
         index = tile.n * self.units + u
         for block, half, place in self._places(tile, 0, u, index, thread):
             loads: dict[Any, Any] = {}
-            for part in self.resolved.ranges[0].blocks:
-                for step in part.steps:
+            chains = [
+                self.resolved.ranges[0].head,
+                *(b.steps for b in self.resolved.ranges[0].blocks),
+            ]
+            for steps in chains:
+                for step in steps:
                     for local, kind in step.policy.operands.items():
                         if is_matrix(kind):
                             ctx = KernelContext(step, view_of(step), place, False)
@@ -158,12 +169,25 @@ class Driver:
                 yield block, half, Place(self, tile, r, u, index, row, thread % 4)
 
     def _row(self, acc: Any, place: Place, r: int, u: int, block: int, half: int) -> None:
-        first = block * (self.tile_n // 2) + u * (self.unit // 8) * 4 + 2 * half
-        for part in self.resolved.ranges[r].blocks:
-            registers = [first + 4 * b + e for p in part.pieces for b in p.blocks for e in (0, 1)]
-            lanes = [acc[i] for i in registers]
+        span = self.resolved.ranges[r]
+        lanes = [
+            acc[self._register(u * (self.unit // 8) + b, block, half) + e]
+            for p in span.pieces
+            for b in p.blocks
+            for e in (0, 1)
+        ]
+        for i, step in enumerate(span.head):
+            lanes = self._step(step, lanes, place, i == len(span.steps) - 1)
+        for part in span.blocks:
+            some = [lanes[i] for i in part.lanes]
             for i, step in enumerate(part.steps):
-                lanes = self._step(step, lanes, place, i == len(part.steps) - 1)
+                some = self._step(step, some, place, i == len(part.steps) - 1)
+
+    def _register(self, n8: int, block: int, half: int) -> int:
+        """Accumulator of the first of two columns of n8 block ``n8``; parts of the tile follow each other."""
+        part, within = divmod(n8, self.tile_n // 8 // self.parts)
+        registers = self.tile_n // 2 // self.parts
+        return (part * (self.tile_m // 128) + block) * registers + 4 * within + 2 * half
 
     def _step(self, step: Step, lanes: list[Any], place: Place, last: bool) -> list[Any]:
         if not isinstance(step.policy, Pairwise):

@@ -3,8 +3,8 @@
 D = epilogue(A · Bᵀ); A (M, K) and packed B (rows, K), K innermost. A cluster is one or two CTAs along M that share B.
 
     warpgroup 0   warp 0      TMA: per stage one box of A, its share of B multicast to the cluster
-                  warps 1-3   stage the epilogue's vector operands, one tile ahead        (40 registers)
-    warpgroup 1   consumer    WGMMA on rows 0-63, then the epilogue on its accumulators   (232 registers)
+                  warps 1-3   stage the epilogue's vector operands, one tile ahead        (56 registers)
+    warpgroup 1   consumer    WGMMA on rows 0-63, then the epilogue on its accumulators   (224 registers)
     warpgroup 2   consumer    rows 64-127
 
     barriers      full[s]     one producer arrive + bytes of A and B            TMA -> consumers
@@ -70,9 +70,9 @@ class HopperGemm:
         self.k_tiles = -(-spec.problem.depth // self.tile_k)
         self.n_tiles = -(-spec.problem.rows // self.tile_n)
         sizes = (spec.resolved, spec.layout, self.tile_m, self.tile_n)
-        self.driver = Driver(*sizes)
         self.stager = Stager(*sizes)
         self.precise = spec.problem.accumulate == "precise"
+        self.driver = Driver(*sizes, parts=2 if self.precise else 1)
         self.staged = not self.stager.plan.empty
         self.slots = schedule.slots
         self.panelled = panelled(spec.resolved, spec.layout) if self.slots else ()
@@ -363,8 +363,9 @@ class HopperGemm:
             warpgroup.wait_group(0)
             if cutlass.const_expr(half == 1):
                 loads.consumer_release(full)
-            for i in cutlass.range_constexpr(count):
-                if cutlass.const_expr(first):
-                    acc[half * count + i] = products[i]
-                else:
-                    acc[half * count + i] = acc[half * count + i] + products[i]
+            # Register by register: loading the fragments as vectors spills 500 bytes.
+            for row in cutlass.range_constexpr(count // 4):
+                for i in cutlass.range_constexpr(4):
+                    at = half * count + 4 * row + i
+                    found = products[4 * row + i]
+                    acc[at] = found if first else acc[at] + found

@@ -97,8 +97,11 @@ class Work:
         self._panels.setdefault((name, slot), ({}, column))[0][half] = fragment
 
     def watch(self, unusual: Any, body: Callable[[], None]) -> None:
-        """Do ``body`` where any row of the unit is ``unusual``."""
-        self._watched.append((unusual, body))
+        """Do ``body`` where any row of the unit is ``unusual``, or this one where units are too wide to wait."""
+        if self._deferred:
+            self._watched.append((unusual, body))
+        else:
+            when(unusual, body)
 
     def settle(self) -> None:
         """Do what was put off."""

@@ -28,7 +28,12 @@ __all__ = ["linear"]
 
 
 def linear(
-    x: torch.Tensor, packed: Packed, epilogue: Composition | Policy, **operands: Any
+    x: torch.Tensor,
+    packed: Packed,
+    epilogue: Composition | Policy,
+    *,
+    accumulate: str | None = None,
+    **operands: Any,
 ) -> torch.Tensor | dict[str, torch.Tensor]:
     """``epilogue(x @ packed.T)`` in one call.
 
@@ -40,6 +45,7 @@ def linear(
         x: (…, K), in the weight's dtype.
         packed: weight packed with ``epilogue.row_order(N)``.
         epilogue: a complete composition.
+        accumulate: ``"fast"`` or ``"precise"`` for float8; by default ``accumulation``'s rule.
         **operands: its operands by name; Python floats are taken for ``Scalar`` ones.
 
     Returns:
@@ -67,7 +73,7 @@ def linear(
         found = composition.evaluate(acc, **given)
         found |= {n: given[n].copy_(value) for n, value in found.items() if n in given}
     else:
-        found = _run(x, packed, composition, resolved, given)
+        found = _run(x, packed, composition, resolved, given, accumulate)
     outputs = [n for n, kind in resolved.kinds.items() if isinstance(kind, Output)]
     if len(found) == 1 and outputs:
         return found[outputs[0]].reshape(*leading, found[outputs[0]].shape[1])
@@ -86,6 +92,7 @@ def _run(
     composition: Composition,
     resolved: Resolved,
     given: dict[str, Any],
+    accumulate: str | None,
 ) -> dict[str, torch.Tensor]:
     for name, kind in resolved.kinds.items():
         if kind.written and name not in given:
@@ -99,7 +106,7 @@ def _run(
     )
     matrices = [n for n, k in resolved.kinds.items() if isinstance(k, (Matrix, Output, Cells))]
     alignments = tuple((n, _alignment(given[n])) for n in matrices if n in given)
-    found = _plan_for(composition, _Weight(packed), dtypes, alignments)
+    found = _plan_for(composition, _Weight(packed), dtypes, alignments, accumulate)
     found.run(x, packed, **given)
     return {n: given[n] for n, kind in resolved.kinds.items() if kind.written}
 
@@ -145,8 +152,15 @@ def _plan_for(
     weight: _Weight,
     dtypes: tuple[tuple[str, torch.dtype], ...],
     alignments: tuple[tuple[str, int], ...],
+    accumulate: str | None,
 ) -> Plan:
     read = {n: d for n, d in dtypes if not isinstance(composition.operands[n], Scalar)}
     packed, weight.packed = weight.packed, None  # the cache must not keep the weight alive
     assert packed is not None
-    return plan(composition, packed, dtypes=read, alignments=dict(alignments))
+    return plan(
+        composition,
+        packed,
+        dtypes=read,
+        alignments=dict(alignments),
+        accumulate=accumulate,
+    )

@@ -90,10 +90,10 @@ class Schedule:
             f"use {256 // problem.unit * problem.unit}",
         )
         require(
-            problem.accumulate == "fast" or (self.tile_n % 16 == 0 and self.tile_m == 128),
-            "Schedule",
-            f"{self.tile_m}x{self.tile_n} with precise accumulation",
-            "tile_m 128 and tile_n a multiple of 16 (it is added in two halves)",
+            problem.accumulate == "fast" or self.tile_n % 16 == 0,
+            "Schedule.tile_n",
+            f"{self.tile_n} with precise accumulation",
+            "a multiple of 16 (both halves are added apart)",
             "use another tile, or accumulate='fast'",
         )
         require(

@@ -17,6 +17,7 @@ from benchmarks.data import Layer
 from benchmarks.harness import Options
 from benchmarks.provenance import Provenance
 from benchmarks.timing import Run, Slice
+from epicute.gemm.schedule import accumulation
 from epicute.models.shapes import LayerShape
 
 TINY = LayerShape(128, 192, 4, 2, 64, "tiny")
@@ -25,10 +26,13 @@ TINY = LayerShape(128, 192, 4, 2, 64, "tiny")
 class CpuPlan:
     """epicute's plan as the CPU interpreter runs it: same operands by name, outputs in place."""
 
-    def __init__(self, composition: Any, packed: Any, x_dtype: torch.dtype) -> None:
+    def __init__(
+        self, composition: Any, packed: Any, x_dtype: torch.dtype, accumulate: str | None = None
+    ) -> None:
         packed.require_order(composition.row_order(packed.shape[0]), "the plan")
         assert packed.dtype == x_dtype
         self.composition = composition
+        self.accumulate = accumulation(x_dtype, packed.shape[1], accumulate)
 
     def run(self, x: torch.Tensor, packed: Any, **operands: torch.Tensor) -> None:
         acc = x.float() @ packed.unpack().codes.float().T

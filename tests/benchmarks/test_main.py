@@ -18,6 +18,10 @@ def test_everything_by_default() -> None:
     assert options_of(given, "gemm").shapes == ("1B", "8B", "70B", "405B")
     assert options_of(given, "epilogue").shapes == ("8B", "1B", "70B")
     assert options_of(given, "gemm").M == 2048
+    assert {name: options_of(given, name).shapes for name in ("calls", "accuracy")} == {
+        "calls": (),
+        "accuracy": (),
+    }
 
 
 def test_a_part_of_it() -> None:
@@ -53,6 +57,17 @@ def test_a_table_with_a_failed_kernel_is_not_complete(source: Provenance, tmp_pa
     assert not finish(table)
 
 
+def test_a_table_of_errors_is_complete_without_times(source: Provenance, tmp_path: Path) -> None:
+    table = Table("accuracy", "paper", "protocol", "floor", source, tmp_path / "accuracy.json")
+    error = {"norm": 0.01, "worst_row": 0.02}
+    peers = {"scaled-mm-fast": error}
+    table.add(Row({"K": 1024}, None, 0.0, error=error, errors=peers))
+    assert finish(table)
+    table.add(Row({"K": 4096}, None, 0.0, errors=peers, failed={"ours": "WrongResult: out"}))
+    assert not finish(table)
+
+
 def test_every_table_has_a_measure() -> None:
     for module in TABLES.values():
         assert callable(module.table), SimpleNamespace(module=module)
+        assert callable(module.kernels), SimpleNamespace(module=module)

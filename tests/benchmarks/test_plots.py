@@ -41,6 +41,23 @@ def test_times_where_there_is_no_floor(table: dict[str, Any]) -> None:
     assert series(table)[1]["ours"] == [80.0, None]
 
 
+def of_errors(table: dict[str, Any]) -> dict[str, Any]:
+    """The same table about errors: of the first row's peers one failed, of the second ours."""
+    error = {"norm": 0.01, "worst_row": 0.02}
+    first, second = ({**row, "ours_us": None, "peers_us": {}} for row in table["rows"])
+    first |= {"error": error, "errors": {"p": error | {"norm": 0.04}}, "failed": {"q": "no"}}
+    second |= {"errors": {"p": error}, "failed": {"ours": "no"}}
+    return {**table, "rows": [first, second]}
+
+
+def test_errors_where_the_table_is_about_them(table: dict[str, Any], tmp_path: Path) -> None:
+    shown, found = series(of_errors(table))
+    assert shown == "relative error by norm"
+    assert found == {"ours": [0.01, None], "p": [0.04, 0.01], "q": [None, None]}
+    draw(of_errors(table), tmp_path / "accuracy.svg")
+    assert (tmp_path / "accuracy.svg").stat().st_size > 1000
+
+
 @pytest.mark.parametrize("floors", [True, False])
 def test_equal_tables_give_equal_figures(
     floors: bool, table: dict[str, Any], tmp_path: Path

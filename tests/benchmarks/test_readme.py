@@ -26,15 +26,25 @@ def table(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def row(weights: str, ours: float | None, peers: dict[str, float], **more: Any) -> dict[str, Any]:
+ERROR = {"norm": 1.7e-3, "worst_row": 2.5e-3}
+
+
+def row(
+    weights: str,
+    ours: float | None,
+    peers: dict[str, float],
+    accumulate: str = "fast",
+    **more: Any,
+) -> dict[str, Any]:
     case = {"shape": "8B", "layer": "qkv", "M": 2048, "N": 6144, "K": 4096, "weights": weights}
-    error = {"norm": 1.7e-3, "worst_row": 2.5e-3}
-    row = {"case": case, "ours_us": ours, "floor_us": 50.0, "peers_us": peers, "error": error}
+    case["accumulate"] = accumulate
+    row = {"case": case, "ours_us": ours, "floor_us": 50.0, "peers_us": peers, "error": ERROR}
     return row | more
 
 
 ROWS = [
     row("fp8", 100.0, {"scaled-mm-fast": 110.0}),
+    row("fp8", 125.0, {"scaled-mm-fast": 150.0}, accumulate="precise"),
     row("fp8", 100.0, {"scaled-mm-fast": 440.0}),
     row("bf16", 200.0, {"cublas-bf16": 180.0}, failed={"quack-gemm": "out of memory"}),
     row("bf16", None, {"cublas-bf16": 180.0}, failed={"ours": "wrong | result"}),
@@ -75,8 +85,9 @@ def test_without_results_nothing_is_claimed(name: str, tmp_path: Path) -> None:
 
 def test_summary_has_mean_least_and_most(results: Results) -> None:
     said = BLOCKS["summary"](results)
-    assert "| fp8 | scaled-mm-fast | 2.20× | 1.10× | 4.40× | 2 |" in said
-    assert "| bf16 | cublas-bf16 | 0.90× | 0.90× | 0.90× | 1 |" in said
+    assert "| fp8 | fast | scaled-mm-fast | 2.20× | 1.10× | 4.40× | 2 |" in said
+    assert "| fp8 | precise | scaled-mm-fast | 1.20× | 1.20× | 1.20× | 1 |" in said
+    assert "| bf16 | fast | cublas-bf16 | 0.90× | 0.90× | 0.90× | 1 |" in said
     assert "Cases of ours that failed: 1." in said
     assert (
         "NVIDIA H200, driver the driver, torch the torch, CuTe DSL the dsl, commit 012345" in said
@@ -89,10 +100,36 @@ def test_whole_table_has_every_row_and_names_failures(results: Results) -> None:
     lines = [line for line in said.splitlines() if "8B qkv" in line]
     assert len(lines) == len(ROWS)
     assert "| 100.0 | 50% | 110.0 (1.10×) | 1.7e-03 | 2.5e-03 |" in lines[0]
-    assert "| 200.0 | 25% | 180.0 (0.90×) | failed | 1.7e-03 |" in lines[2]
-    assert "| failed | - | 180.0 | 1.7e-03 |" in lines[3]
+    assert "| 100.0 | 50% | 440.0 (4.40×) |" in lines[1]
+    assert "fp8 accumulate precise 2048×6144×4096 | 125.0 | 40% | 150.0 (1.20×) |" in lines[2]
+    assert "| 200.0 | 25% | 180.0 (0.90×) | failed | 1.7e-03 |" in lines[3]
+    assert "| failed | - | 180.0 | 1.7e-03 |" in lines[4]
     assert "Protocol: the protocol." in said
     assert "Floor: the floor." in said
+
+
+def test_accumulations_have_tables_of_their_own(results: Results) -> None:
+    parts = BLOCKS["gemm"](results).split("\n\n")
+    assert [part.count("8B qkv") for part in parts] == [0, 2, 1, 1, 1, 0, 0]
+    assert "accumulate fast" in parts[1]
+    assert "accumulate precise" in parts[2]
+
+
+def test_a_table_of_errors_names_whose_they_are(tmp_path: Path) -> None:
+    def errors(**more: Any) -> dict[str, Any]:
+        peers = {"scaled-mm-fast": {"norm": 0.04, "worst_row": 0.05}}
+        return row("fp8", None, {}, floor_us=0.0, **{"errors": peers, **more})
+
+    failed = errors(accumulate="precise", error=None, failed={"ours": "no", "scaled-mm-x": "no"})
+    rows = [errors(), failed, row("fp8", None, {}, failed={"ours": "no"}, error=None)]
+    (tmp_path / "accuracy.json").write_text(json.dumps(table("accuracy", rows)))
+    said = BLOCKS["accuracy"](Results(tmp_path)).splitlines()
+    assert "| case | ours: norm | worst row | scaled-mm-fast: norm | worst row |" in said
+    lines = [line for line in said if "8B qkv" in line]
+    assert "accumulate fast 2048×6144×4096 | 1.7e-03 | 2.5e-03 | 4.0e-02 | 5.0e-02 |" in lines[0]
+    assert "accumulate precise 2048×6144×4096 | failed | failed | 4.0e-02 | 5.0e-02 |" in lines[1]
+    assert lines[2].endswith("| failed | failed | - | - |")
+    assert "µs" not in "".join(said)
 
 
 def test_a_file_against_the_schema_is_refused(results: Results) -> None:

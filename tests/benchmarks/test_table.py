@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.provenance import Provenance
-from benchmarks.table import CASE, Row, Table, geometric_mean, means, render, validate
+from benchmarks.table import CASE, Row, Table, geometric_mean, ratios, render, validate
 from epicute.errors import ArgumentError
 
+ERROR = {"norm": 1e-3, "worst_row": 2e-3}
 KEYS = (
     "shape layer M N K weights cache batch length context heads kv_heads head_dim causal page qk "
     "pv smoothing accumulate composition out mix variant group"
@@ -41,7 +42,7 @@ def example() -> dict[str, Any]:
         "ours_us": 10.0,
         "floor_us": 5,
         "peers_us": {"cublas-bf16": 11.0},
-        "error": {"norm": 1e-3, "worst_row": 2e-3},
+        "error": ERROR.copy(),
     }
     return {**dict.fromkeys(head, "said"), "rows": [row]}
 
@@ -78,6 +79,13 @@ BREAKS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "half an error": lambda t: row_of(t)["error"].pop("worst_row"),
     "failed without a reason": lambda t: row_of(t).update(failed={"fa4": ""}),
     "failed and timed": lambda t: row_of(t).update(failed={"cublas-bf16": "why"}),
+    "half a peer's error": lambda t: row_of(t).update(errors={"fa4": {"norm": 1e-3}}),
+    "NaN peer's error": lambda t: row_of(t).update(errors={"fa4": ERROR | {"norm": math.nan}}),
+    "failed and compared": lambda t: row_of(t).update(errors={"fa4": ERROR}, failed={"fa4": "why"}),
+    "errors of no one": lambda t: row_of(t).update(ours_us=None, errors={}),
+    "peers' errors alone": lambda t: row_of(t).update(
+        ours_us=None, error=None, errors={"fa4": ERROR}
+    ),
 }
 
 
@@ -94,6 +102,22 @@ def test_a_failed_kernel_has_no_time_but_a_reason() -> None:
     row_of(table).update(ours_us=None, error=None, failed={"ours": "CompileError: spills"})
     validate(table)
     assert "FAILED ours: CompileError: spills" in render(table)
+
+
+def test_a_row_of_errors_has_no_time() -> None:
+    table = example()
+    row_of(table).update(ours_us=None, peers_us={}, floor_us=0.0, errors={"scaled-mm-fast": ERROR})
+    validate(table)
+    text = render(table)
+    assert "error 1.0e-03 / 2.0e-03  scaled-mm-fast 1.0e-03 / 2.0e-03" in text
+    assert "failed" not in text
+    assert "µs" not in text
+
+
+def test_empty_fields_are_left_out() -> None:
+    assert not {"errors", "failed"} & Row({}, 1.0, 1.0).json().keys()
+    row = Row({}, None, 0.0, error=ERROR, errors={"p": ERROR}, failed={"q": "why"}).json()
+    assert (row["errors"], row["failed"]) == ({"p": ERROR}, {"q": "why"})
 
 
 def test_the_file_is_whole_after_every_row(source: Provenance, tmp_path: Path) -> None:
@@ -124,15 +148,31 @@ def test_geometric_mean(ratios: list[float], factor: float) -> None:
     assert math.isclose(geometric_mean([1 / r for r in ratios]), 1 / mean)
 
 
-def test_means_are_per_format_and_peer() -> None:
-    def row(weights: str, ours: float | None, peer: float) -> dict[str, Any]:
-        return {"case": {"weights": weights}, "ours_us": ours, "peers_us": {"p": peer}}
+def test_ratios_are_per_format_accumulation_and_peer() -> None:
+    def row(ours: float | None, peer: float, **case: str) -> dict[str, Any]:
+        return {"case": case, "ours_us": ours, "peers_us": {"p": peer}}
 
-    rows = [row("fp8", 1.0, 2.0), row("fp8", 1.0, 8.0), row("bf16", 2.0, 1.0), row("fp8", None, 1)]
-    found = means(rows)
-    assert found.keys() == {("fp8", "p"), ("bf16", "p")}
-    assert found["fp8", "p"] == pytest.approx((4.0, 2))
-    assert found["bf16", "p"] == pytest.approx((0.5, 1))
+    fast = {"weights": "fp8", "accumulate": "fast"}
+    rows = [row(1.0, 2.0, **fast), row(2.0, 1.0, weights="bf16"), row(None, 1.0, **fast)]
+    rows += [row(1.0, 8.0, **fast), row(4.0, 2.0, weights="fp8", accumulate="precise"), row(1, 3)]
+    assert ratios(rows) == {
+        ("fp8", "fast", "p"): [2.0, 8.0],
+        ("fp8", "precise", "p"): [0.5],
+        ("bf16", "-", "p"): [0.5],
+        ("-", "-", "p"): [3.0],
+    }
+
+
+def test_means_keep_accumulations_apart() -> None:
+    table = example()
+    for ours, accumulate in ((10.0, "fast"), (40.0, "fast"), (20.0, "precise")):
+        case = {"weights": "fp8", "accumulate": accumulate}
+        table["rows"].append(row_of(table) | {"case": case, "ours_us": ours, "peers_us": {"p": 20}})
+    text = render(table)
+    assert "fp8 weights, accumulate fast, p over ours: 1.000 (2)" in text
+    assert "fp8 weights, accumulate precise, p over ours: 1.000 (1)" in text
+    assert "8B qkv" in text
+    assert "accumulate precise" in text.splitlines()[4]
 
 
 def test_text_shows_ratio_floor_and_mean() -> None:

@@ -37,13 +37,18 @@ def rows_of(table: Any, layer: Layer, timer: Timer, source: Provenance) -> list[
 @pytest.mark.usefixtures("cpu_plan")
 @pytest.mark.parametrize("name", LAYERS)
 def test_gemm(name: str, layer: MakeLayer, timer: Timer, source: Provenance) -> None:
-    bf16, fp8 = rows_of(gemm, layer(name), timer, source)
-    assert bf16["case"]["weights"] == "bf16"
-    assert fp8["case"]["weights"] == "fp8"
+    rows = rows_of(gemm, layer(name), timer, source)
+    bf16, fast, precise = rows
+    told = [(row["case"]["weights"], row["case"]["accumulate"]) for row in rows]
+    assert told == [("bf16", "fast"), ("fp8", "fast"), ("fp8", "precise")]
     assert [*bf16["peers_us"]] == ["cublas-bf16"]
-    assert [*fp8["peers_us"]] == ["scaled-mm-fast", "scaled-mm-precise", "cublas-bf16", "ours-bf16"]
-    assert fp8["peers_us"]["ours-bf16"] == bf16["ours_us"]
-    for row in (bf16, fp8):
+    same = ["cublas-bf16", "ours-bf16"]
+    assert [*fast["peers_us"]] == ["scaled-mm-fast", "scaled-mm-precise", *same]
+    assert [*precise["peers_us"]] == ["scaled-mm-precise", "scaled-mm-fast", *same]
+    assert fast["peers_us"] == precise["peers_us"]  # one session: their times are the same
+    assert fast["peers_us"]["ours-bf16"] == bf16["ours_us"]
+    assert len({row["ours_us"] for row in rows}) == 3
+    for row in rows:
         assert "failed" not in row
         assert 1e-4 < row["error"]["norm"] < row["error"]["worst_row"] < 5e-3  # BF16's rounding
         assert row["floor_us"] > 0
@@ -54,6 +59,7 @@ def test_gemm(name: str, layer: MakeLayer, timer: Timer, source: Provenance) -> 
 def test_epilogue(name: str, layer: MakeLayer, timer: Timer, source: Provenance) -> None:
     rows = rows_of(epilogue, layer(name), timer, source)
     assert [row["case"]["weights"] for row in rows] == [*projection(layer(name)).formats]
+    assert {row["case"]["accumulate"] for row in rows} == {"fast"}
     for row in rows:
         assert "failed" not in row, row["failed"]
         compiled = ["compile-bf16", "compile-fp8"][: 1 + (row["case"]["weights"] == "fp8")]
@@ -114,14 +120,36 @@ def test_a_wrong_kernel_is_never_timed(
             operands["out"][0] *= 1.5
 
     monkeypatch.setattr(cpu_plan, "run", run)
-    bf16, fp8 = rows_of(gemm, layer("o"), timer, source)
-    for row in (bf16, fp8):
+    rows = rows_of(gemm, layer("o"), timer, source)
+    for row in rows:
         assert row["ours_us"] is None
         assert row["failed"]["ours"].startswith(
             "RuntimeError" if fault == "raises" else "WrongResult"
         )
-    assert "cublas-bf16" in bf16["peers_us"]
-    assert "ours-bf16" in fp8["failed"]
+    assert "cublas-bf16" in rows[0]["peers_us"]
+    assert all("ours-bf16" in row["failed"] for row in rows[1:])
+
+
+def test_a_kernel_that_errs_is_alone_in_it(
+    cpu_plan: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    layer: MakeLayer,
+    timer: Timer,
+    source: Provenance,
+) -> None:
+    """A wrong fast kernel is no fault of the precise one, whose row is another."""
+    right = cpu_plan.run
+
+    def run(self: Any, x: torch.Tensor, packed: Any, **operands: torch.Tensor) -> None:
+        right(self, x, packed, **operands)
+        if x.dtype == torch.float8_e4m3fn and self.accumulate == "fast":
+            operands["out"].mul_(1.1)
+
+    monkeypatch.setattr(cpu_plan, "run", run)
+    bf16, fast, precise = rows_of(gemm, layer("o"), timer, source)
+    assert fast["failed"]["ours"].startswith("WrongResult")
+    assert "failed" not in bf16
+    assert "failed" not in precise
 
 
 def test_a_table_file(
@@ -137,7 +165,7 @@ def test_a_table_file(
         table = module.table(Options(shapes=(), rounds=1), timer, source, tmp_path)
         validate(table.content)
         assert table.content["table"] == name
-        assert len(table.rows) == {"gemm": 4, "epilogue": 3}[name]
+        assert len(table.rows) == {"gemm": 6, "epilogue": 3}[name]
         assert (tmp_path / f"{name}.json").exists()
 
 
@@ -162,13 +190,13 @@ def test_the_largest_case_fits_the_card() -> None:
     """Weights of both formats, packed and not, and outputs of every candidate, in bytes."""
     options = Options(shapes=("405B",), layers=("gate_up",), device="cpu")
     (layer,) = layers(options)
-    weights = layer.copies * layer.N * layer.K * (2 + 2 + 1 + 1)
-    outputs = layer.copies * layer.M * layer.N * 2 * 5
+    weights = layer.copies * layer.N * layer.K * (2 + 2 + 1 + 1 + 1)  # fast and precise pack each
+    outputs = layer.copies * layer.M * layer.N * 2 * 7
     quantising = layer.N * layer.K * 4 * 4  # four float32 matrices at a time
     assert weights + outputs + quantising < 120e9
 
 
-@pytest.mark.parametrize(("module", "count"), [(gemm, 8), (epilogue, 10)])
+@pytest.mark.parametrize(("module", "count"), [(gemm, 12), (epilogue, 10)])
 def test_kernels_are_known_without_data(module: Any, count: int) -> None:
     """Described before anything is drawn: a weight of this shape would not fit a small machine."""
     options = Options(shapes=("405B",), device="cpu")
@@ -191,19 +219,18 @@ def test_exactly_these_kernels_are_run(
     planned = []
     make = cpu_plan.__init__
 
-    def seen(self: Any, composition: Any, packed: Any, x_dtype: torch.dtype) -> None:
-        make(self, composition, packed, x_dtype)
-        planned.append((composition.key(), packed.shape, x_dtype))
+    def seen(self: Any, composition: Any, packed: Any, x_dtype: torch.dtype, **how: Any) -> None:
+        make(self, composition, packed, x_dtype, **how)
+        planned.append((composition.key(), packed.shape, x_dtype, self.accumulate))
 
     monkeypatch.setattr(cpu_plan, "__init__", seen)
     monkeypatch.setattr(module, "layers", lambda options: [layer("qkv"), layer("gate_up")])
     for made in module.layers(None):
         module.measure(made, Session(timer, rounds=1))
-    specs = [kernel.spec for kernel in module.kernels(Options(shapes=()))]
-    expected = [
-        (s.resolved.composition.key(), (s.problem.columns, s.problem.depth), s.problem.dtype)
-        for s in specs
-    ]
+    expected = []
+    for kernel in module.kernels(Options(shapes=())):
+        key, asked = kernel.spec.resolved.composition.key(), kernel.spec.problem
+        expected.append((key, (asked.columns, asked.depth), asked.dtype, asked.accumulate))
     assert sorted(map(str, planned)) == sorted(map(str, expected))
 
 

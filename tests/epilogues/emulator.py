@@ -94,13 +94,13 @@ def _unit(
             row = top + accumulator_coord(THREADS, 2 * half)[0]
             place = _Place(memory, r, index, row)
             base = u * (resolved.order.unit // 8) * 4 + 2 * half
+            lanes = [
+                registers[base + 4 * b + e] for p in span.pieces for b in p.blocks for e in (0, 1)
+            ]
+            for step in span.head:
+                lanes = _step(step, lanes, place)
             for block in span.blocks:
-                found = [
-                    registers[base + 4 * b + e]
-                    for p in block.pieces
-                    for b in p.blocks
-                    for e in (0, 1)
-                ]
+                found = [lanes[i] for i in block.lanes]
                 for step in block.steps:
                     found = _step(step, found, place)
 

@@ -35,7 +35,7 @@ from epicute.epilogues import (
 )
 from epicute.errors import ArgumentError, CompositionError, EpicuteError, UnsupportedError
 from epicute.jit.key import encode
-from tests.epilogues.compositions import chains
+from tests.epilogues.compositions import by_channel, chains
 from tests.epilogues.model import assert_same, noise
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -167,6 +167,17 @@ class TestOperands:
         operands = {"positions": torch.arange(4), "inv_freq": torch.rand(32)}
         out = fused.evaluate(torch.cat([x, x], dim=1), **operands)
         assert torch.equal(out["a_out"], out["b_other_out"])
+
+    def test_before_ranges_columns_count_from_the_first(self) -> None:
+        """Vectors, matrices and vectors that repeat stand where they would without ranges."""
+        acc = torch.zeros(2, 160)
+        chain = Bias() >> by_channel() >> ResidualAdd()
+        operands = {"bias": noise(160), "channel": noise(48, seed=1)}
+        operands["residual"] = noise(2, 160, seed=2).to(BF16)
+        whole = (chain >> Store(F32)).evaluate(acc, **operands)["out"]
+        cut = chain >> Columns(a=(16, Store(F32)), b=(80, Store(F32)), c=(64, Store(F32)))
+        parts = cut.evaluate(acc, **operands)
+        assert_same(torch.cat([parts[f"{r}_out"] for r in "abc"], dim=1), whole)
 
     def test_missing_and_unknown_are_listed(self) -> None:
         fused = Dequantize() >> Bias() >> Store(F32)

@@ -71,6 +71,13 @@ def watched(x, ctx):
     ctx.record_max("peak", abs(x))
 
 
+@tap(hits=Counter, all=Counter, row=ColumnVector, one=Scalar)
+def row_watched(x, ctx):
+    """Counts what is the same in a whole row, and everywhere."""
+    ctx.count("hits", ctx.row > 0.0)
+    ctx.count("all", ctx.one == ctx.one)
+
+
 class TestDecorators:
     def test_fields_operands_and_title(self) -> None:
         made = full(cap=1.5)
@@ -102,6 +109,15 @@ class TestDecorators:
         assert_same(out["out"], x)
         assert int(out["hits"]) == int((x > 0).sum())
         assert float(out["peak"]) == float(x.abs().max())
+
+    def test_a_count_is_of_elements(self) -> None:
+        """A truth value of a row, or of the call, counts once for each of the columns."""
+        x = noise(3, 64)
+        rows = (row_watched() >> Store(F32)).evaluate(
+            x, row=torch.tensor([1.0, -1.0, 2.0]), one=torch.ones(1)
+        )
+        assert int(rows["hits"]) == 2 * 64
+        assert int(rows["all"]) == 3 * 64
 
     def test_integers_of_a_row_arrive_as_floats(self) -> None:
         row = torch.tensor([1, 2**24, -3])

@@ -31,7 +31,15 @@ from epicute.epilogues.resolve import Domain
 from epicute.errors import UnsupportedError
 from epicute.testing import Ranges
 from epicute.testing.draws import Case, cases
-from tests.epilogues.compositions import GROUPED, HEADS, PAIRS, PLAIN, compositions
+from tests.epilogues.compositions import (
+    GROUPED,
+    HEADS,
+    PAIRS,
+    PLAIN,
+    blend,
+    by_channel,
+    compositions,
+)
 from tests.epilogues.emulator import emulate
 from tests.epilogues.model import assert_same
 
@@ -61,12 +69,26 @@ QKV = Dequantize("row") >> Columns(
     v=(64, PlaceKV(64, torch.float8_e4m3fn)),
 )
 RESIDUAL = ResidualAdd() >> SumSquares() >> Store(BF16) >> EmitFP8()
+OUTSIDE = (
+    blend()
+    >> by_channel()
+    >> SumSquares()
+    >> Columns(a=(64, Store(BF16)), b=(256, SwiGLU() >> Store(BF16)), c=(80, Store(BF16)))
+)
 GATED = Dequantize() >> RowScale(width=200) >> SwiGLU(limit=7.0) >> EmitFP8()
 
 
 @pytest.mark.parametrize(
     ("composition", "columns"),
-    [(QKV, 384), (RESIDUAL, 576), (RESIDUAL, 72), (RESIDUAL, 1001), (GATED, 400), (GATED, 66)],
+    [
+        (QKV, 384),
+        (RESIDUAL, 576),
+        (RESIDUAL, 72),
+        (RESIDUAL, 1001),
+        (GATED, 400),
+        (GATED, 66),
+        (OUTSIDE, 400),
+    ],
 )
 @settings(max_examples=5)
 @given(data=st.data())

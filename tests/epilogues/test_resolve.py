@@ -47,14 +47,13 @@ def check_range(resolved: Resolved, span: ResolvedRange) -> None:
     unit, domain = resolved.order.unit, span.steps[0].domain
     rows = resolved.order.logical()[span.first_unit * unit :][: span.units * unit]
     slots = np.full(unit, -1)
-    for block in span.blocks:
-        for piece in block.pieces:
-            for t in range(4):
-                for i, b in enumerate(piece.blocks):
-                    for e in (0, 1):
-                        assert slots[8 * b + 2 * t + e] == -1, "a register in two blocks"
-                        slots[8 * b + 2 * t + e] = piece.column + piece.lanes * t + 2 * i + e
-    assert sorted(slots) == list(range(unit)), "blocks cover the unit once"
+    for piece in span.pieces:
+        for t in range(4):
+            for i, b in enumerate(piece.blocks):
+                for e in (0, 1):
+                    assert slots[8 * b + 2 * t + e] == -1, "a register in two pieces"
+                    slots[8 * b + 2 * t + e] = piece.column + piece.lanes * t + 2 * i + e
+    assert sorted(slots) == list(range(unit)), "pieces cover the unit once"
     index = np.arange(span.units)[:, None]
     column = np.broadcast_to(domain.column(index, slots[None, :]), (span.units, unit))
     left = domain.remaining(index, slots[None, :])
@@ -64,8 +63,13 @@ def check_range(resolved: Resolved, span: ResolvedRange) -> None:
 
 
 def check_blocks(span: ResolvedRange) -> None:
-    """Blocks run the chain of the whole unit, on lanes that together are all of its lanes."""
-    for i, step in enumerate(span.steps):
+    """Blocks run what the head leaves of the chain, on lanes that together are all of the unit's."""
+    assert span.head == span.steps[: len(span.head)]
+    rest = span.steps[len(span.head) :]
+    if rest:
+        entering = sum(lanes for _, lanes in rest[0].domain.groups)
+        assert sorted(i for block in span.blocks for i in block.lanes) == list(range(entering))
+    for i, step in enumerate(rest):
         parts = [block.steps[i] for block in span.blocks]
         for part in parts:
             assert (part.policy, dict(part.names)) == (step.policy, dict(step.names))
@@ -126,14 +130,14 @@ def test_any_number_of_heads(dim: int, heads: int, data: st.DataObject) -> None:
     [
         (PLAIN, 100, 32, 1),
         (GATED, 400, 64, 1),
-        (SUMS, 576, 64, 1),
-        (SumSquares() >> SwiGLU() >> Store(BF16), 256, 128, 1),
+        (SUMS, 576, 64, 2),
+        (SumSquares() >> SwiGLU() >> Store(BF16), 256, 128, 2),
         (RoPE(64) >> Store(BF16), 192, 64, 1),
         (RoPE(128) >> Store(BF16), 256, 128, 2),
         (RoPE(128, 64) >> Store(BF16), 256, 128, 3),
         (RoPE(80) >> Store(BF16), 160, 80, 2),
         (RoPE(128, 64, "interleaved") >> Store(BF16), 256, 128, 4),
-        (HeadNorm(128) >> RoPE(128) >> Store(BF16), 256, 128, 1),
+        (HeadNorm(128) >> RoPE(128) >> Store(BF16), 256, 128, 2),
     ],
 )
 def test_unit_and_blocks(composition: Composition, columns: int, unit: int, blocks: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -49,6 +50,9 @@ from tests.gemm.policies import (
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 DTYPES = {"bf16": BF16, "fp16": FP16, "fp8": FP8}
+MODES = {"bf16": (BF16, None), "fp16": (FP16, None), "fp8": (FP8, None), "fp8fast": (FP8, "fast")}
+"""Dtype of A and B, and how FP8 products are added: precisely at these depths, or fast."""
+
 DEPTHS = (576, 584)
 WIDTHS = (8, 24, 100, 200, 1000, 4720)
 """Columns; compositions of heads take 1, 2, 3, 5, 6, 9 heads instead."""
@@ -58,16 +62,16 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 STYLES = ("half", "partial", "interleaved", "interleaved-partial")
 CELLS = {"none": None, "bf16": BF16, "fp16": FP16, "fp8": FP8}
 
-SCHEDULES: dict[str, tuple[int, int, int] | None] = {
+SCHEDULES: dict[str, tuple[int, int, int, int] | None] = {
     "chosen": None,
-    "128x256c1": (128, 256, 1),
-    "128x192c2": (128, 192, 2),
-    "128x160c1": (128, 160, 1),
-    "128x128c2": (128, 128, 2),
-    "128x64c1": (128, 64, 1),
-    "256x128c2": (256, 128, 2),
+    "128x256c1": (128, 256, 1, 0),
+    "128x192c2r4": (128, 192, 2, 4),
+    "128x160c1": (128, 160, 1, 0),
+    "128x128c2r2": (128, 128, 2, 2),
+    "128x64c1": (128, 64, 1, 0),
+    "256x128c2": (256, 128, 2, 0),
 }
-"""Tile and cluster; the deepest pipeline that fits."""
+"""Tile, cluster, and slots of the output ring; the deepest pipeline that fits."""
 
 Chain = Policy | Composition
 Build = Callable[[int, int], Chain]
@@ -114,13 +118,21 @@ class Skeleton:
         tile = SCHEDULES[schedule]
         return tile is None or tile[1] % self.unit == 0
 
-    def case(self, dtype: str, width: int, k: int, schedule: str = "chosen") -> Case:
-        """One kernel."""
+    def case(self, mode: str, width: int, k: int, schedule: str = "chosen") -> Case:
+        """One kernel; ``mode`` of ``MODES``."""
         n = self.columns(width)
-        composition = self.composition(n, k, DTYPES[dtype])
-        name = f"{self.name}-{dtype}-{n}x{k}-{schedule}"
-        tile = SCHEDULES[schedule]
-        return Case(name, composition, n, k, DTYPES[dtype], tile, self.exact, self.dtypes)
+        dtype, accumulate = MODES[mode]
+        return Case(
+            name=f"{self.name}-{mode}-{n}x{k}-{schedule}",
+            composition=self.composition(n, k, dtype),
+            n=n,
+            k=k,
+            dtype=dtype,
+            tile=SCHEDULES[schedule],
+            exact=self.exact,
+            dtypes=self.dtypes,
+            accumulate=accumulate,
+        )
 
 
 @dataclass(frozen=True)
@@ -132,32 +144,41 @@ class Case:
     n: int
     k: int
     dtype: torch.dtype
-    tile: tuple[int, int, int] | None = None
+    tile: tuple[int, int, int, int] | None = None
     exact: bool = False
     dtypes: tuple[tuple[str, torch.dtype], ...] = ()
     alignments: tuple[tuple[str, int], ...] = ()
+    accumulate: str | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What ``kernel_for`` and ``plan`` are told, the schedule apart."""
+        return {
+            "dtypes": dict(self.dtypes),
+            "alignments": dict(self.alignments),
+            "accumulate": self.accumulate,
+        }
 
     def kernel(self) -> GemmKernel:
         """The kernel to compile."""
-        options = {"dtypes": dict(self.dtypes), "alignments": dict(self.alignments)}
-        sizes = {"n": self.n, "k": self.k, "dtype": self.dtype}
-        chosen = kernel_for(self.composition, **sizes, **options)
+        options = {"n": self.n, "k": self.k, "dtype": self.dtype, **self.options}
+        chosen = kernel_for(self.composition, **options)
         if self.tile is None:
             return chosen
         schedule = deepest(chosen.spec.problem, *self.tile)
-        return kernel_for(self.composition, **sizes, **options, schedule=schedule)
+        return kernel_for(self.composition, **options, schedule=schedule)
 
     def __str__(self) -> str:
         return self.name
 
 
-def deepest(problem: Problem, tile_m: int, tile_n: int, cluster: int) -> Schedule:
+def deepest(problem: Problem, tile_m: int, tile_n: int, cluster: int, slots: int) -> Schedule:
     """The tile with as many stages as fit, six at most."""
     for stages in (6, 5, 4, 3):
-        schedule = Schedule(tile_m, tile_n, cluster, stages)
+        schedule = Schedule(tile_m, tile_n, cluster, stages, slots)
         if shared_memory(schedule, problem) <= DEFAULT_TARGET.smem_per_block:
             return schedule
-    return Schedule(tile_m, tile_n, cluster, 2)
+    return Schedule(tile_m, tile_n, cluster, 2, slots)
 
 
 def rope(head_dim: int, style: str) -> RoPE:
@@ -260,11 +281,12 @@ def operations() -> list[Case]:
     ]
 
 
-def projection(layer: str, shape: str, dtype: str) -> Case:
+def projection(layer: str, shape: str, mode: str) -> Case:
     """A projection of a published layer as FuTransformer fuses it."""
     sizes = SHAPES[shape]
     n, k = projections(sizes)[layer]
-    scaled = dtype == "fp8"
+    dtype, accumulate = MODES[mode]
+    scaled = dtype == FP8
     if layer == "qkv":
         turn, place = RoPE(sizes.head_dim), PlaceKV(sizes.head_dim)
         chain = RowScale(k) >> qkv(sizes.q_width, sizes.kv_width, turn, place)
@@ -275,4 +297,5 @@ def projection(layer: str, shape: str, dtype: str) -> Case:
         chain = chain >> EmitFP8() if scaled else chain
     composition = Dequantize() >> chain if scaled else chain
     exact = layer in ("o", "down")
-    return Case(f"{shape}.{layer}-{dtype}", composition, n, k, DTYPES[dtype], exact=exact)
+    name = f"{shape}.{layer}-{mode}"
+    return Case(name, composition, n, k, dtype, exact=exact, accumulate=accumulate)

@@ -11,21 +11,21 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-from tests.gemm.compositions import DEPTHS, DTYPES, SCHEDULES, SKELETONS, WIDTHS, Case, Skeleton
+from tests.gemm.compositions import DEPTHS, MODES, SCHEDULES, SKELETONS, WIDTHS, Case, Skeleton
 
 INTERACTIONS = (
     ("skeleton",),
     ("family", "schedule"),
-    ("family", "dtype"),
+    ("family", "mode"),
     ("family", "width"),
-    ("dtype", "schedule"),
-    ("dtype", "width"),
-    ("dtype", "k"),
+    ("mode", "schedule"),
+    ("mode", "width"),
+    ("mode", "k"),
     ("width", "k"),
     ("schedule", "k"),
     ("head_dim", "style"),
     ("head_dim", "cells"),
-    ("head_dim", "dtype"),
+    ("head_dim", "mode"),
     ("style", "cells"),
     ("style", "norm"),
     ("norm", "cells"),
@@ -41,7 +41,7 @@ class Choice(NamedTuple):
     """What a case is made of."""
 
     skeleton: Skeleton
-    dtype: str
+    mode: str
     width: int
     k: int
     schedule: str
@@ -49,13 +49,13 @@ class Choice(NamedTuple):
     @property
     def case(self) -> Case:
         """The kernel."""
-        return self.skeleton.case(self.dtype, self.width, self.k, self.schedule)
+        return self.skeleton.case(self.mode, self.width, self.k, self.schedule)
 
     def covers(self) -> set[Wanted]:
         """The combinations of ``INTERACTIONS`` it holds."""
         known = {
             "family": self.skeleton.family,
-            "dtype": self.dtype,
+            "mode": self.mode,
             "width": str(self.width),
             "k": str(self.k),
             "schedule": self.schedule,
@@ -70,7 +70,7 @@ class Choice(NamedTuple):
 
 def legal(skeletons: list[Skeleton]) -> Iterator[Choice]:
     """Every choice whose tile holds whole units."""
-    free = list(product(DTYPES, WIDTHS, DEPTHS))
+    free = list(product(MODES, WIDTHS, DEPTHS))
     for skeleton, schedule in product(skeletons, SCHEDULES):
         if skeleton.allows(schedule):
             for some in free:

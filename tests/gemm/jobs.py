@@ -65,8 +65,7 @@ def weight_of(case: Case) -> Packed:
 def plan_of(case: Case) -> Plan:
     """The case's plan; from the object cache, which the session filled before."""
     schedule = case.kernel().spec.schedule
-    options = {"dtypes": dict(case.dtypes), "alignments": dict(case.alignments)}
-    return epicute.plan(case.composition, weight_of(case), schedule=schedule, **options)
+    return epicute.plan(case.composition, weight_of(case), schedule=schedule, **case.options)
 
 
 class Job:

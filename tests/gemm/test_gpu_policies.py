@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import cycle
 
 import numpy as np
 import pytest
 import torch
 
-from epicute.epilogues import Bias, Dequantize, EmitFP8, Gain, PlaceKV, RoPE, Store, SwiGLU, compose
+from epicute.epilogues import (
+    Bias,
+    Dequantize,
+    EmitFP8,
+    Gain,
+    PlaceKV,
+    ResidualAdd,
+    RoPE,
+    Store,
+    SwiGLU,
+    compose,
+)
 from epicute.epilogues import reference as ref
 from epicute.testing import assert_equal_bits
 from epicute.weights import Quantized
@@ -51,6 +63,8 @@ BIAS = {
 BIAS_ROPE = Case("bias-rope", Bias() >> RoPE(64) >> PlaceKV(64), 128, 64, BF16)
 GEMMA = Case("gemma", Gain(1.0) >> Store(FP32), 64, 64, BF16, dtypes=(("gain", BF16),))
 LIMITED = Case("limited", SwiGLU(limit=7.0) >> Store(FP32), 64, 64, BF16)
+SPECIAL = Case("special", ResidualAdd() >> Bias() >> Store(FP32), 100, 64, BF16)
+SPECIAL = replace(SPECIAL, dtypes=(("residual", FP32),))
 EMIT = Case("emit", compose(EmitFP8()), 192, 192, BF16, exact=True)
 ROUNDED = {
     "emit": Case("ge12-emit", compose(EmitFP8()), 64, 64, BF16),
@@ -88,7 +102,7 @@ CASES = [
     *PLAIN.values(),
     *BIAS.values(),
     *ROUNDED.values(),
-    *(BIAS_ROPE, GEMMA, LIMITED, EMIT, SHARDS, SHARDED_GLU, ABSENT),
+    *(BIAS_ROPE, GEMMA, LIMITED, SPECIAL, EMIT, SHARDS, SHARDED_GLU, ABSENT),
 ]
 TWO_ROWS = dict(
     zip(POLICIES, cycle(zip(ROWS[1:], ROWS[5:] + ROWS[1:5], strict=True)), strict=False)
@@ -144,6 +158,22 @@ def test_accumulators_keep_nan_infinities_and_signs(case: Case) -> None:
     got = job.run()["out"].double().cpu()
     assert torch.equal(got.isnan(), wanted.isnan())
     assert torch.equal(got.nan_to_num(7.0, 8.0, 9.0), wanted.nan_to_num(7.0, 8.0, 9.0))
+
+
+def test_operands_keep_nan_infinities_and_signs() -> None:
+    """Whatever a matrix or a vector holds arrives in its own place, and nowhere else."""
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-30, -3e38, 1.0])
+    job = Job(SPECIAL, 129, packed=pack(SPECIAL, torch.zeros(100, 64)))
+    residual = special.repeat(129 * 13)[:12900].reshape(129, 100)
+    bias = special.repeat(13)[:100].flip(0)
+    job.operands["residual"], job.operands["bias"] = embed(residual), embed(bias)
+    got, wanted = job.run()["out"].cpu(), residual + bias
+    assert torch.equal(got.isnan(), wanted.isnan())
+    assert torch.equal(got.nan_to_num(7.0, 8.0, 9.0), wanted.nan_to_num(7.0, 8.0, 9.0))
+    job.operands["bias"].fill_(
+        -0.0
+    )  # the accumulator's 0 - 0 is 0: a sum keeps a sign where both have it
+    assert torch.equal(job.run()["out"].signbit().cpu(), (residual + 0.0).signbit())
 
 
 def test_df_03_nan_and_infinity_are_counted_and_leave_amax_finite() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from epicute.epilogues import EmitFP8, ResidualAdd, Store, SumSquares, compose
 from epicute.errors import ArgumentError
 from epicute.testing import assert_equal_bits
 from tests.gemm.compositions import BF16, FP8, FP32, SKELETONS, Case, projection
-from tests.gemm.device import DEVICE, Output, bits, integers, synchronize
+from tests.gemm.device import DEVICE, Output, bits, embed, integers, synchronize
 from tests.gemm.jobs import Job, pack, plan_of, weight_of
 from tests.gemm.processes import product_of, run_in_turn
 
@@ -27,8 +28,10 @@ NARROW = Case("ge16-odd", ADD, 100, 576, BF16, exact=True)
 LOOSE = Case(
     "ge16-loose", ADD, 192, 576, BF16, exact=True, alignments=(("out", 2), ("residual", 2))
 )
+RING = replace(STRIDED, name="ge16-ring", tile=(128, 192, 2, 4))
 LARGE = Case("ge18", ResidualAdd() >> SumSquares() >> Store(BF16), 8192, 64, BF16)
 LARGER = Case("ge18-fp8", compose(EmitFP8()), 8192, 64, BF16)
+LARGEST = replace(LARGER, name="ge18-ring", tile=(128, 256, 2, 4))
 TALL = Case("kv16", compose(Store(BF16)), 8, 8, BF16)
 STABLE = [
     projection("qkv", "SmolLM2", "fp8"),
@@ -37,7 +40,7 @@ STABLE = [
     SKELETONS["qkv.128.half.norm.fp8"].case("bf16", 24, 576),
 ]
 SHARED = [SKELETONS[name].case("fp8", 200, 576) for name in ("swiglu.emit", "residual.bf16")]
-CASES = [STRIDED, NARROW, LOOSE, LARGE, LARGER, TALL, *STABLE, *SHARED]
+CASES = [STRIDED, RING, NARROW, LOOSE, LARGE, LARGER, LARGEST, TALL, *STABLE, *SHARED]
 DEVICES = range(max(1, torch.cuda.device_count()))
 
 
@@ -77,7 +80,9 @@ def test_ge_16_x_with_a_step_is_refused_and_aligned_rows_are_not() -> None:
     assert_equal_bits(job.run()["out"], right)
 
 
-@pytest.mark.parametrize(("case", "first"), [(STRIDED, 8), (NARROW, 8), (NARROW, 4), (LOOSE, 1)])
+@pytest.mark.parametrize(
+    ("case", "first"), [(STRIDED, 8), (RING, 8), (NARROW, 8), (NARROW, 4), (LOOSE, 1)]
+)
 def test_ge_16_strided_outputs_and_residuals(case: Case, first: int) -> None:
     """out = big[:, 8 : 8 + N]: the columns on either side keep their bytes."""
     job = Job(case, 129)
@@ -91,8 +96,17 @@ def test_ge_16_strided_outputs_and_residuals(case: Case, first: int) -> None:
     assert (big[:, first + case.n :] == 7).all()
 
 
-def test_ge_16_an_output_may_replace_the_residual() -> None:
-    job = Job(STRIDED, 129)
+@pytest.mark.parametrize("case", [STRIDED, RING], ids=str)
+def test_one_row_may_have_any_stride(case: Case) -> None:
+    job = Job(case, 1)
+    job.outputs["out"] = Output((1, 192), BF16, strides=(193, 1))
+    job.operands["residual"] = embed(job.operands["residual"].cpu(), gap=1)
+    job.check()
+
+
+@pytest.mark.parametrize("case", [STRIDED, RING], ids=str)
+def test_ge_16_an_output_may_replace_the_residual(case: Case) -> None:
+    job = Job(case, 129)
     wanted = job.expected()["out"]
     x = job.operands["residual"]
     job.plan.run(job.x, job.packed, residual=x, out=x)
@@ -144,9 +158,10 @@ def test_ge_18_more_than_2_to_the_31_elements() -> None:
         assert torch.equal(sums.tensor[some], squares), f"sums of rows from {start}"
 
 
-def test_ge_18_more_than_2_to_the_32_elements() -> None:
+@pytest.mark.parametrize("case", [LARGER, LARGEST], ids=str)
+def test_ge_18_more_than_2_to_the_32_elements(case: Case) -> None:
     rows = 2**19 + 129
-    job = Job(LARGER, 1)
+    job = Job(case, 1)
     x = integers(rows, 64, dtype=BF16, seed=19, most=2)
     out = Output((rows, 8192), FP8)
     given = {n: o.tensor for n, o in job.outputs.items()} | {"out_fp8": out.tensor}

@@ -152,9 +152,16 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> PlanStub:
     module._plan_for.cache_clear()
 
 
-def plan_for(packed: Any, chain: Any, dtypes: Any = (), alignments: Any = ()) -> Any:
+def plan_for(
+    packed: Any,
+    chain: Any,
+    dtypes: Any = (),
+    alignments: Any = (),
+    accumulate: str | None = None,
+) -> Any:
     module = importlib.import_module("epicute.gemm.linear")
-    return module._plan_for(compose(chain), module._Weight(packed), dtypes, alignments)
+    weight = module._Weight(packed)
+    return module._plan_for(compose(chain), weight, dtypes, alignments, accumulate)
 
 
 def test_jc_04_one_plan_for_weights_of_one_shape(stub: PlanStub) -> None:
@@ -173,7 +180,8 @@ def test_jc_03_what_decides_the_kernel_makes_a_plan_of_its_own(stub: PlanStub) -
     plan_for(weight(chain, N, K), Bias() >> Store(torch.float32))
     plan_for(weight(chain, N, K), chain, (("bias", BF16),))
     plan_for(weight(chain, N, K), chain, (), (("out", 8),))
-    assert len(stub.made) == 7
+    plan_for(weight(chain, N, K), chain, accumulate="fast")
+    assert len(stub.made) == 8
     assert stub.made[5]["dtypes"] == {"bias": BF16}
     assert stub.made[6]["alignments"] == {"out": 8}
 

@@ -37,6 +37,7 @@ def problems(draw: st.DrawFn) -> Problem:
         unit=unit,
         staged=(per_row, per_unit),
         expected_m=draw(st.one_of(st.none(), st.integers(0, 2**20))),
+        accumulate=draw(st.sampled_from(("fast", "precise"))),
     )
 
 
@@ -93,6 +94,8 @@ def test_shared_memory_is_the_sum_of_its_parts(problem: Problem, tile_m: int, ei
     tile_n = eights * 8
     one, two = (Schedule(tile_m, tile_n, 1, stages) for stages in (3, 4))
     assert shared_memory(two, problem) - shared_memory(one, problem) == (tile_m + tile_n) * 128 + 16
+    ring = replace(one, slots=3)  # for each of two warpgroups, 64 rows of 32 columns of 2 bytes
+    assert shared_memory(ring, problem) - shared_memory(one, problem) == 2 * 3 * 64 * 32 * 2
     bare = replace(problem, staged=(0, 0))
     assert shared_memory(one, problem) - shared_memory(one, bare) == staged_bytes(one, problem)
     assert staged_bytes(one, bare) == 0
@@ -120,6 +123,11 @@ def test_the_published_default() -> None:
         ({"cluster_m": 0}, "Schedule.cluster_m", "1, or 2"),
         ({"stages": 1}, "Schedule.stages", "at least 2"),
         ({"stages": 5}, "Schedule.stages", "at most 232448 bytes"),
+        ({"stages": 4, "slots": 5}, "Schedule.stages", "at most 232448 bytes"),
+        ({"stages": 2, "slots": 1}, "Schedule.slots", "0, or 2 to 16"),
+        ({"stages": 2, "slots": -1}, "Schedule.slots", "0, or 2 to 16"),
+        ({"tile_n": 64, "stages": 2, "slots": 17}, "Schedule.slots", "0, or 2 to 16"),
+        ({"tile_m": 256, "tile_n": 64, "slots": 2}, "Schedule.slots", "with tile_m 128"),
     ],
 )
 def test_illegal_schedules_are_refused_by_name(
@@ -137,6 +145,46 @@ def test_half_a_narrow_tile_is_no_share() -> None:
     with pytest.raises(ArgumentError, match=r"Schedule.cluster_m: got 2.*multiple of 16"):
         Schedule(128, 8, 2, 4).check(narrow, HOPPER)
     Schedule(128, 8, 1, 4).check(narrow, HOPPER)
+
+
+def test_half_a_tile_must_be_a_wgmma_where_halves_are_added_apart() -> None:
+    precise = replace(PLAIN, dtype=torch.float8_e4m3fn, unit=8, accumulate="precise")
+    with pytest.raises(
+        ArgumentError, match=r"Schedule.tile_n: got 24 with precise.*multiple of 16"
+    ):
+        Schedule(128, 24, 1, 4).check(precise, HOPPER)
+    Schedule(128, 32, 1, 4).check(precise, HOPPER)
+    Schedule(128, 24, 1, 4).check(replace(precise, accumulate="fast"), HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "k", "asked", "found"),
+    [
+        (torch.bfloat16, 4096, None, "fast"),
+        (torch.float16, 4096, "fast", "fast"),
+        (torch.float8_e4m3fn, 256, None, "fast"),
+        (torch.float8_e4m3fn, 257, None, "precise"),
+        (torch.float8_e4m3fn, 4096, "fast", "fast"),
+        (torch.float8_e4m3fn, 64, "precise", "precise"),
+    ],
+)
+def test_ge_04_long_sums_of_float8_are_added_in_float32(
+    dtype: torch.dtype, k: int, asked: str | None, found: str
+) -> None:
+    kernel = kernel_for(Store(), n=64, k=k, dtype=dtype, accumulate=asked)
+    assert kernel.spec.problem.accumulate == found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "asked", "said"),
+    [
+        (torch.float8_e4m3fn, "exact", r"accumulate: got 'exact', expected 'fast', 'precise'"),
+        (torch.bfloat16, "precise", r"accumulate: got 'precise', expected 'fast' for torch.bf"),
+    ],
+)
+def test_unknown_accumulation_is_refused(dtype: torch.dtype, asked: str, said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        kernel_for(Store(), n=64, k=512, dtype=dtype, accumulate=asked)
 
 
 def test_a_given_schedule_is_checked() -> None:

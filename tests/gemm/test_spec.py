@@ -42,6 +42,9 @@ CHANGES: list[dict[str, Any]] = [
     {"schedule": Schedule(128, 256, 1, 4)},
     {"schedule": Schedule(128, 256, 2, 3)},
     {"schedule": Schedule(256, 128, 2, 4)},
+    {"schedule": Schedule(128, 128, 2, 4, slots=2)},
+    {"dtype": FP8, "k": 512},
+    {"dtype": FP8, "k": 512, "accumulate": "fast"},
 ]
 
 
