@@ -16,7 +16,17 @@ from cutlass._mlir.dialects import llvm
 
 from epicute.epilogues.values import Table
 
-__all__ = ["DSL_OPERATIONS", "keep", "lanes_of", "opaque", "pack_words", "pure_asm", "select"]
+__all__ = [
+    "DSL_OPERATIONS",
+    "Lazy",
+    "force",
+    "keep",
+    "lanes_of",
+    "opaque",
+    "pack_words",
+    "pure_asm",
+    "select",
+]
 
 LOG2_E = log2(2.718281828459045)
 
@@ -120,16 +130,49 @@ def _reduced(x: Any) -> Any:
     return x
 
 
+class Lazy:
+    """A lane that is computed when it is first needed.
+
+    Instructions then come lane by lane in the order of the stores and sums, not operation by operation over all lanes,
+    and few values are alive at a time. A lane must first be needed outside of any branch.
+    """
+
+    __slots__ = ("_make", "_value")
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make: Callable[[], Any] | None = make
+        self._value: Any = None
+
+    def get(self) -> Any:
+        """The register."""
+        if self._make is not None:
+            self._value, self._make = self._make(), None
+        return self._value
+
+
+def force(lane: Any) -> Any:
+    """The register of a lane, computed now if it was not yet."""
+    return lane.get() if isinstance(lane, Lazy) else lane
+
+
+def _later(function: Callable[..., Any], lanes: list[Any]) -> Lazy:
+    return Lazy(lambda: function(*map(force, lanes)))
+
+
 def _rounded(text: str) -> Callable[[Any], list[Any]]:
     """Round lanes two at a time: the packed conversions are far faster than the single ones."""
 
+    def both(a: Any, b: Any) -> list[Any]:
+        packed = pure_asm(text, "=l,f,f", Int64, Float32(a), Float32(b))
+        halves = (Int32(packed), Int32(packed >> 32))
+        return [Float32(llvm.bitcast(Float32.mlir_type, h.ir_value())) for h in halves]
+
     def call(x: Any) -> list[Any]:
-        lanes = [Float32(lane) for lane in (x if isinstance(x, list) else [x])]
-        found = []
+        lanes = x if isinstance(x, list) else [x]
+        found: list[Any] = []
         for a, b in zip(lanes[0::2], [*lanes[1::2], lanes[-1]], strict=False):
-            packed = pure_asm(text, "=l,f,f", Int64, a, b)
-            halves = (Int32(packed), Int32(packed >> 32))
-            found += [Float32(llvm.bitcast(Float32.mlir_type, h.ir_value())) for h in halves]
+            pair = _later(both, [a, b])
+            found += [Lazy(lambda p=pair, i=i: p.get()[i]) for i in (0, 1)]  # type: ignore[misc]
         return found[: len(lanes)]
 
     return call
@@ -155,7 +198,7 @@ def lanes_of(function: Callable[..., Any]) -> Callable[..., list[Any]]:
             lane = [x[i] if len(x) > 1 else x[0] for x in lists]
             key = tuple(map(id, lane))
             if key not in done:
-                done[key] = function(*lane)
+                done[key] = _later(function, lane)
             out.append(done[key])
         return out
 
@@ -211,7 +254,7 @@ DSL_OPERATIONS: Table = {
 def pack_words(lanes: list[Any], kind: str) -> list[Any]:
     """Pack lanes into 32-bit words: two to a word for ``bf16`` and ``f16``, four for ``e4m3``."""
     per_word = 4 if kind == "e4m3" else 2
-    values = [Float32(x) for x in lanes]
+    values = [Float32(force(x)) for x in lanes]
     values += [values[-1]] * (-len(values) % per_word)
     if kind != "e4m3":
         text = f"cvt.rn.{kind}x2.f32 $0, $2, $1;"

@@ -13,7 +13,7 @@ import torch
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from epicute.epilogues.context import Context
-from epicute.epilogues.dsl import DSL_OPERATIONS, keep, opaque, select
+from epicute.epilogues.dsl import DSL_OPERATIONS, Lazy, force, keep, opaque, select
 from epicute.epilogues.operands import (
     Cells,
     ColumnVector,
@@ -65,6 +65,16 @@ def is_matrix(kind: Operand) -> bool:
 def view_of(step: Step) -> Domain:
     """The domain of the lanes that a step's body sees."""
     return step.split.domain if step.split else step.domain
+
+
+def scalar(operation: str, *arguments: Any) -> Any:
+    """One register of an operation on registers, now."""
+    return force(DSL_OPERATIONS[operation](*([a] for a in arguments))[0])
+
+
+def elements(vector: Lazy, count: int) -> list[Any]:
+    """Lanes of a vector that is loaded when the first of them is needed."""
+    return [Lazy(lambda i=i: vector.get()[i]) for i in range(count)]  # type: ignore[misc]
 
 
 def widen(raw: list[Any], count: int) -> list[Any]:
@@ -159,11 +169,15 @@ class Place:
         base = len(plan.rows) * self.driver.tile_m + self.u * plan.region + operand.offset
         if isinstance(operand.kind, PerHead):
             return self._per_head(base, operand.kind.head_dim, groups)
-        found = []
+        found: list[Any] = []
         for slot, lanes in groups:
-            at = Int32(base + slot) + self.lane * lanes
-            found += load_shared(self.floats, at, lanes, min(16, 4 * lanes))
+            load = partial(self._load, base + slot, lanes)
+            found += elements(Lazy(load), lanes)
         return found
+
+    def _load(self, slot: int, lanes: int) -> list[Any]:
+        at = Int32(slot) + self.lane * lanes
+        return load_shared(self.floats, at, lanes, min(16, 4 * lanes))
 
     def _per_head(self, base: int, head_dim: int, groups: tuple[tuple[int, int], ...]) -> list[Any]:
         heads: dict[int, Any] = {}
@@ -222,7 +236,8 @@ class KernelContext(Context):
         remaining = self._remaining()
         for slot, lanes in self._domain.groups:
             if (bound, slot) in place.fetched:
-                found += fetched(place.fetched[bound, slot])
+                arrived = partial(fetched, place.fetched[bound, slot])
+                found += elements(Lazy(arrived), lanes)
                 continue
             address = self._address(row, slot, lanes, spec.dtype.itemsize)
             if remaining is None:
@@ -262,12 +277,12 @@ class KernelContext(Context):
         lanes = self._masked(
             widen(raw, self._lane_count()), 0.0 if operation == "add" else -INFINITY
         )
-        combine = lambda a, b: DSL_OPERATIONS[operation]([a], [b])[0]  # noqa: E731
+        combine = partial(scalar, operation)
         out: list[Any] = []
         position = 0
         for start in range(0, self._domain.unit, over):
             count = sum(n for slot, n in self._domain.groups if start <= slot < start + over)
-            found = lanes[position]
+            found = force(lanes[position])
             for x in lanes[position + 1 : position + count]:
                 found = combine(found, x)
             for distance in (1, 2):
@@ -349,7 +364,7 @@ class KernelContext(Context):
             if left is not None:
                 condition = condition & (left > 0)
             at = (column + self._step.first_column) // over
-            value = Float32(lanes[position])
+            value = Float32(force(lanes[position]))
             place.work.later(partial(store_word_if, row + Int64(at) * 4, value, condition))
             position += sum(n for slot, n in self._domain.groups if start <= slot < start + over)
 
@@ -357,16 +372,16 @@ class KernelContext(Context):
         remaining = self._remaining()
         if remaining is None:
             return lanes
-        return [keep(*at, x, otherwise) for at, x in zip(remaining, lanes, strict=True)]
+        return [keep(*at, force(x), otherwise) for at, x in zip(remaining, lanes, strict=True)]
 
     def _record_max(self, name: str, raw: Any) -> None:
         register = self._place_at.state.maxima[self._step.names[name]]
         lanes = self._masked(widen(raw, self._lane_count()), 0.0)
-        self._maxima.append((register, [Float32(x) for x in lanes]))
+        self._maxima.append((register, [Float32(force(x)) for x in lanes]))
 
     def _count(self, name: str, raw: Any) -> None:
         register = self._place_at.state.counters[self._step.names[name]]
-        self._counts.append((register, [Boolean(m) for m in widen(raw, self._lane_count())]))
+        self._counts.append((register, [Boolean(force(m)) for m in widen(raw, self._lane_count())]))
 
     def finish(self) -> None:
         """Settle the step's maxima and counters.
@@ -376,15 +391,15 @@ class KernelContext(Context):
         """
         if not self._maxima and not self._counts:
             return
-        largest, place = DSL_OPERATIONS["max"], self._place_at
+        place = self._place_at
         unusual = Boolean(False)
         for register, lanes in self._maxima:
             found = lanes[0]
             for x in lanes[1:]:
-                found = largest([found], [x])[0]
+                found = scalar("max", found, x)
             finite = found < Float32(INFINITY)
             usual = select(finite & place.live, found, Float32(0.0))
-            register[0] = largest([register[0]], [usual])[0]
+            register[0] = scalar("max", register[0], usual)
             unusual = unusual | (found >= Float32(INFINITY)) | (found != found)
         for _, masks in self._counts:
             for mask in masks:
@@ -397,9 +412,9 @@ class KernelContext(Context):
             found = zero
             for x in lanes:
                 finite = select(x < Float32(INFINITY), x, zero)
-                found = DSL_OPERATIONS["max"]([found], [finite])[0]
+                found = scalar("max", found, finite)
             found = select(live, found, zero)
-            register[0] = DSL_OPERATIONS["max"]([register[0]], [found])[0]
+            register[0] = scalar("max", register[0], found)
         remaining = self._remaining() if self._counts else None
         for register, masks in self._counts:
             total = Int32(0)

@@ -13,7 +13,7 @@ import cutlass
 import torch
 from cutlass import Float32, Int32, Int64, cute
 
-from epicute.epilogues.dsl import pack_words
+from epicute.epilogues.dsl import force, pack_words
 
 __all__ = [
     "DSL_DTYPES",
@@ -108,7 +108,7 @@ def packed(dtype: torch.dtype, lanes: list[Any]) -> Any:
     if dtype == torch.float32:
         fragment = cute.make_rmem_tensor(len(lanes), Float32)
         for i, lane in enumerate(lanes):
-            fragment[i] = Float32(lane)
+            fragment[i] = Float32(force(lane))
         return fragment
     words = pack_words(lanes, PACKED[dtype])
     fragment = cute.make_rmem_tensor(len(words), Int32)
