@@ -25,7 +25,7 @@ from epicute.epilogues.policy import Pairwise
 from epicute.epilogues.resolve import Resolved, Step
 from epicute.epilogues.values import Value
 from epicute.gemm.arguments import ArgumentLayout
-from epicute.gemm.lanes import KernelContext, Place, Tile, Work, is_matrix, view_of, widen
+from epicute.gemm.lanes import NOTHING, KernelContext, Place, Tile, Work, is_matrix, view_of, widen
 from epicute.gemm.memory import (
     load_global,
 )
@@ -38,7 +38,7 @@ FETCH_COLUMNS = 64
 """Columns of matrix operands that are on their way at a time, at most: 16 registers a thread for 64 of bfloat16."""
 
 DEFERRED_COLUMNS = 64
-"""Widest unit whose stores wait for all of its rows; beyond, they would hold too many registers."""
+"""Widest unit whose stores wait for all of its rows; beyond, or with several ranges, that was seen to spill."""
 
 Fetched = list[dict[tuple[int, int], dict[Any, Any]]]
 
@@ -58,7 +58,7 @@ class TileState:
                 self.scalars[spec.name] = load_global(torch.float32, address)[0]
             elif isinstance(spec.kind, Maximum):
                 self.maxima[spec.name] = cute.make_rmem_tensor(1, Float32)
-                self.maxima[spec.name][0] = Float32(0.0)
+                self.maxima[spec.name][0] = Float32(NOTHING)
             elif isinstance(spec.kind, Counter):
                 self.counters[spec.name] = cute.make_rmem_tensor(1, Int32)
                 self.counters[spec.name][0] = Int32(0)
@@ -68,7 +68,7 @@ class TileState:
         for name, register in self.maxima.items():
             bits = cute.arch.warp_redux_sync(register[0].bitcast(Int32), "max")
             address = self._arguments[self._layout[name].at("address")]
-            raise_maximum(address, bits, (lane == 0) & (bits > 0))
+            raise_maximum(address, bits, (lane == 0) & (bits >= 0))
         for name, register in self.counters.items():
             total = cute.arch.warp_redux_sync(register[0], "add")
             address = self._arguments[self._layout[name].at("address")]
@@ -110,7 +110,7 @@ class Driver:
 
                 def body(r: int = r, u: int = u, index: Any = index) -> None:
                     ready = sent[u] if ahead else {}
-                    work = Work(self._defers(r), tile.ring, tile.m)
+                    work = Work(self._defers(), tile.ring, tile.m)
                     for block, half, place in self._places(tile, r, u, index, thread):
                         place.fetched, place.work = ready.get((block, half), {}), work
                         place.half = half
@@ -122,10 +122,11 @@ class Driver:
                 else:
                     when((index >= 0) & (index < span.units), body)
 
-    def _defers(self, r: int) -> bool:
-        """Whether a unit of range ``r`` is small enough for its stores to wait until all its rows are computed."""
+    def _defers(self) -> bool:
+        """Whether a unit is small enough for its stores to wait until all its rows are computed."""
+        spans = self.resolved.ranges
         narrow = self.unit * (self.tile_m // 128) <= DEFERRED_COLUMNS
-        return narrow and self.resolved.ranges[r].steps[0].domain.remaining(0, 0) is None
+        return narrow and len(spans) == 1 and spans[0].steps[0].domain.remaining(0, 0) is None
 
     def _one_range(self) -> bool:
         """Whether every unit of every tile is a unit of the only range."""

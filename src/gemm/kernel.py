@@ -3,8 +3,8 @@
 D = epilogue(A · Bᵀ); A (M, K) and packed B (rows, K), K innermost. A cluster is one or two CTAs along M that share B.
 
     warpgroup 0   warp 0      TMA: per stage one box of A, its share of B multicast to the cluster
-                  warps 1-3   stage the epilogue's vector operands, one tile ahead        (56 registers)
-    warpgroup 1   consumer    WGMMA on rows 0-63, then the epilogue on its accumulators   (224 registers)
+                  warps 1-3   stage the epilogue's vector operands, one tile ahead        (48 registers)
+    warpgroup 1   consumer    WGMMA on rows 0-63, then the epilogue on its accumulators   (232 registers)
     warpgroup 2   consumer    rows 64-127
 
     barriers      full[s]     one producer arrive + bytes of A and B            TMA -> consumers
@@ -39,8 +39,8 @@ from epicute.gemm.staging import STAGERS, Stager
 __all__ = ["HopperGemm"]
 
 THREADS = 384
-PRODUCER_REGISTERS = 56
-CONSUMER_REGISTERS = 224
+PRODUCER_REGISTERS = 48
+CONSUMER_REGISTERS = 232
 GROUP_M = 8
 """Cluster tiles along M whose A stays in L2 while B streams past."""
 

@@ -43,6 +43,9 @@ __all__ = ["KernelContext", "Place", "Tile", "Work", "is_matrix", "view_of", "wi
 
 INFINITY = float("inf")
 
+NOTHING = -1.0
+"""Maximum of no values; as float32 bits below those of every value that is not negative."""
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -376,7 +379,7 @@ class KernelContext(Context):
 
     def _record_max(self, name: str, raw: Any) -> None:
         register = self._place_at.state.maxima[self._step.names[name]]
-        lanes = self._masked(widen(raw, self._lane_count()), 0.0)
+        lanes = self._masked(widen(raw, self._lane_count()), NOTHING)
         self._maxima.append((register, [Float32(force(x)) for x in lanes]))
 
     def _count(self, name: str, raw: Any) -> None:
@@ -398,7 +401,7 @@ class KernelContext(Context):
             for x in lanes[1:]:
                 found = scalar("max", found, x)
             finite = found < Float32(INFINITY)
-            usual = select(finite & place.live, found, Float32(0.0))
+            usual = select(finite & place.live, found, Float32(NOTHING))
             register[0] = scalar("max", register[0], usual)
             unusual = unusual | (found >= Float32(INFINITY)) | (found != found)
         for _, masks in self._counts:
@@ -407,13 +410,13 @@ class KernelContext(Context):
         place.work.watch(unusual & place.live, self._settle)
 
     def _settle(self) -> None:
-        zero, live = Float32(0.0), self._place_at.live
+        nothing, zero, live = Float32(NOTHING), Float32(0.0), self._place_at.live
         for register, lanes in self._maxima:
-            found = zero
+            found = nothing
             for x in lanes:
-                finite = select(x < Float32(INFINITY), x, zero)
+                finite = select(x < Float32(INFINITY), x, nothing)
                 found = scalar("max", found, finite)
-            found = select(live, found, zero)
+            found = select(live, found, nothing)
             register[0] = scalar("max", register[0], found)
         remaining = self._remaining() if self._counts else None
         for register, masks in self._counts:

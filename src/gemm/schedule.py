@@ -90,11 +90,11 @@ class Schedule:
             f"use {256 // problem.unit * problem.unit}",
         )
         require(
-            problem.accumulate == "fast" or self.tile_n % 16 == 0,
-            "Schedule.tile_n",
-            f"{self.tile_n} with precise accumulation",
-            "a multiple of 16 (both halves are added apart)",
-            "use another tile, or accumulate='fast'",
+            problem.accumulate == "fast" or (self.tile_m == 128 and self.tile_n % 16 == 0),
+            "Schedule",
+            f"{self.tile_m}x{self.tile_n} with precise accumulation",
+            "128 rows and a multiple of 16 columns (both halves are added apart; 256 rows spill)",
+            "use 128x256, or accumulate='fast'",
         )
         require(
             self.tile_m * self.tile_n <= 128 * 256,

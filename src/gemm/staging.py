@@ -44,23 +44,30 @@ class Stager:
         self.tile_m, self.tile_n = tile_m, tile_n
         self.units = tile_n // resolved.order.unit
 
+    @cute.jit
     def run(
         self, arguments: Any, floats: Any, integers: Any, m_tile: Any, n_tile: Any, thread: Any
     ) -> None:
-        """Fill one buffer, given as flat tensors, for the tile; ``thread`` < ``STAGERS``."""
+        """Fill one buffer, given as flat tensors, for the tile; ``thread`` < ``STAGERS``.
+
+        Loops stay loops: unrolled, they would not fit the registers of these warps.
+        """
         rows = Int32(arguments[2])
-        for i in range(-(-self.tile_m // STAGERS)):
+        for i in cutlass.range(-(-self.tile_m // STAGERS), unroll=1):
             row = thread + i * STAGERS
             self._rows(arguments, floats, integers, row, m_tile * self.tile_m + row, rows)
+        if cutlass.const_expr(self.plan.region > 0):
+            for u in cutlass.range(self.units, unroll=1):
+                self._unit(arguments, floats, n_tile * self.units + u, u, thread)
+
+    def _unit(self, arguments: Any, floats: Any, unit: Any, u: Any, thread: Any) -> None:
         base = len(self.plan.rows) * self.tile_m
-        for u in range(self.units):
-            unit = n_tile * self.units + u
-            for span, operands in zip(self.resolved.ranges, self.plan.columns, strict=True):
-                if operands:
-                    index = unit - span.first_unit
-                    inside = (index >= 0) & (index < span.units)
-                    fill = self._unit_filler(arguments, floats, base, u, operands, index, thread)
-                    when(inside, fill)
+        for span, operands in zip(self.resolved.ranges, self.plan.columns, strict=True):
+            if operands:
+                index = unit - span.first_unit
+                inside = (index >= 0) & (index < span.units)
+                fill = self._unit_filler(arguments, floats, base, u, operands, index, thread)
+                when(inside, fill)
 
     def _rows(
         self, arguments: Any, floats: Any, integers: Any, row: Any, at: Any, rows: Any
@@ -89,7 +96,7 @@ class Stager:
         arguments: Any,
         floats: Any,
         base: int,
-        u: int,
+        u: Any,
         operands: dict[str, ColumnOperand],
         index: Any,
         thread: Any,
