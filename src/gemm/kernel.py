@@ -3,7 +3,7 @@
 D = epilogue(A · Bᵀ); A (M, K) and packed B (rows, K), K innermost. A cluster is one or two CTAs along M that share B.
 
     warpgroup 0   warp 0      TMA: per stage one box of A, its share of B multicast to the cluster
-                  warps 1-3   stage the epilogue's vector operands, one tile ahead        (48 registers)
+                  warps 1-3   stage the epilogue's vector operands, one tile ahead        (40 registers)
     warpgroup 1   consumer    WGMMA on rows 0-63, then the epilogue on its accumulators   (232 registers)
     warpgroup 2   consumer    rows 64-127
 
@@ -39,8 +39,11 @@ from epicute.gemm.staging import STAGERS, Stager
 __all__ = ["HopperGemm"]
 
 THREADS = 384
-PRODUCER_REGISTERS = 48
+PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = 232
+"""Per thread, after the warpgroups have traded. A launch of 384 threads gets 168 each: 504 for the three warpgroups,
+and one register more than that is waited for forever."""
+
 GROUP_M = 8
 """Cluster tiles along M whose A stays in L2 while B streams past."""
 

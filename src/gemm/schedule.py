@@ -104,6 +104,13 @@ class Schedule:
             "narrow the tile",
         )
         require(
+            self.tile_m == 128 or problem.unit <= 64,
+            "Schedule.tile_m",
+            f"{self.tile_m} with a unit of {problem.unit} columns",
+            "128 where a unit is wider than 64 columns (four rows of it spill)",
+            "use 128",
+        )
+        require(
             self.cluster_m == 1 or (self.cluster_m == 2 and self.tile_n % 16 == 0),
             "Schedule.cluster_m",
             self.cluster_m,

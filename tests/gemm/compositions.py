@@ -113,10 +113,14 @@ class Skeleton:
         n = self.columns(200)
         return resolve(compose(self.build(n, 576)), n).order.unit
 
-    def allows(self, schedule: str) -> bool:
-        """Whether its unit divides the tile."""
+    def allows(self, schedule: str, mode: str) -> bool:
+        """Whether its unit divides the tile, and the tile can be added as ``mode`` says."""
         tile = SCHEDULES[schedule]
-        return tile is None or tile[1] % self.unit == 0
+        if tile is None:
+            return True
+        precise = MODES[mode] == (FP8, None)
+        tall = tile[0] > 128 and (precise or self.unit > 64)
+        return tile[1] % self.unit == 0 and not tall
 
     def case(self, mode: str, width: int, k: int, schedule: str = "chosen") -> Case:
         """One kernel; ``mode`` of ``MODES``."""
@@ -274,10 +278,10 @@ SKELETONS = {skeleton.name: skeleton for skeleton in _skeletons()}
 
 def operations() -> list[Case]:
     """Every operation of the two interpreters, a few to a kernel."""
-    groups = zip(("numbers", "curves", "waves", "truths"), OPERATION_GROUPS, strict=True)
+    names = ("numbers", "curves", "waves", "truths", "logic")
     return [
         Case(f"operations.{name}", compose(Operations(chosen=some)), 192, 192, BF16)
-        for name, some in groups
+        for name, some in zip(names, OPERATION_GROUPS, strict=True)
     ]
 
 

@@ -72,8 +72,8 @@ def legal(skeletons: list[Skeleton]) -> Iterator[Choice]:
     """Every choice whose tile holds whole units."""
     free = list(product(MODES, WIDTHS, DEPTHS))
     for skeleton, schedule in product(skeletons, SCHEDULES):
-        if skeleton.allows(schedule):
-            for some in free:
+        for some in free:
+            if skeleton.allows(schedule, some[0]):
                 yield Choice(skeleton, *some, schedule)
 
 

@@ -86,7 +86,7 @@ ROUNDING = ("round_bfloat16", "round_float16", "round_float8")
 WAVES = ("sin", "cos", "tanh", "sigmoid")
 TRUTHS = ("lt", "le", "gt", "ge", "eq", "ne", "isnan")
 LOGIC = ("logical_and", "logical_or", "logical_not")
-OPERATION_GROUPS = (NUMBERS, CURVES, (*WAVES, *ROUNDING), (*TRUTHS, *LOGIC))
+OPERATION_GROUPS = (NUMBERS, CURVES, (*WAVES, *ROUNDING), TRUTHS, LOGIC)
 
 EXACT_OPERATIONS = frozenset((*NUMBERS, *TRUTHS, *LOGIC, *ROUNDING, "sqrt", "reciprocal")) - {"div"}
 """Rounded alike by both interpreters; the others are approximations of a few units in the last place."""

@@ -47,7 +47,7 @@ def every_case() -> list[Case]:
     for skeleton in SKELETONS.values():
         for mode in MODES:
             width, k = next(turns)
-            schedule = next(s for s in schedules if skeleton.allows(s))
+            schedule = next(s for s in schedules if skeleton.allows(s, mode))
             found.append(skeleton.case(mode, width, k, schedule))
     for shape in SHAPES:
         found += [projection(layer, shape, mode) for layer in LAYERS for mode in MODES]
@@ -92,7 +92,7 @@ def test_the_covering_set_is_small_and_names_are_unique() -> None:
 
 def test_the_covering_set_covers() -> None:
     assert set().union(*(choice.covers() for choice in choices())) == required()
-    assert all(choice.skeleton.allows(choice.schedule) for choice in choices())
+    assert all(c.skeleton.allows(c.schedule, c.mode) for c in choices())
 
 
 def test_the_axes_hold_what_they_must() -> None:

@@ -89,7 +89,7 @@ def turns() -> list[Case]:
         if not skeleton.features:
             for dtype in ("bf16", "fp8"):
                 width, k = next(sizes)
-                schedule = next(s for s in schedules if skeleton.allows(s))
+                schedule = next(s for s in schedules if skeleton.allows(s, dtype))
                 found.append(skeleton.case(dtype, width, k, schedule))
     return found
 
