@@ -32,6 +32,7 @@ class EveryOperation:
 def apply_all(x: Any, y: Any, z: Any) -> list[Any]:
     """One float32 register for each name."""
     from epicute.epilogues.dsl import DSL_OPERATIONS as table
+    from epicute.epilogues.dsl import force
 
     x, y, z = [x], [y], [z]
     first, second = table["lt"](x, y), table["lt"](y, z)
@@ -44,7 +45,7 @@ def apply_all(x: Any, y: Any, z: Any) -> list[Any]:
         if name in TRUTHS or name in ("lt", "le", "gt", "ge", "eq", "ne", "isnan"):
             out = table["where"](out, 1.0, 0.0)
         found += out
-    return found
+    return [force(lane) for lane in found]
 
 
 def trace() -> tuple[Any, tuple[Any, ...]]:

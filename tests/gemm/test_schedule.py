@@ -149,11 +149,16 @@ def test_half_a_narrow_tile_is_no_share() -> None:
 
 def test_half_a_tile_must_be_a_wgmma_where_halves_are_added_apart() -> None:
     precise = replace(PLAIN, dtype=torch.float8_e4m3fn, unit=8, accumulate="precise")
-    with pytest.raises(
-        ArgumentError, match=r"Schedule.tile_n: got 24 with precise.*multiple of 16"
-    ):
+    with pytest.raises(ArgumentError, match=r"Schedule: got 128x24 with precise.*multiple of 16"):
         Schedule(128, 24, 1, 4).check(precise, HOPPER)
+    with pytest.raises(ArgumentError, match=r"Schedule: got 256x128 with precise.*128 rows"):
+        Schedule(256, 128, 1, 4).check(precise, HOPPER)
     Schedule(128, 32, 1, 4).check(precise, HOPPER)
+
+
+def test_tall_tiles_take_narrow_units() -> None:
+    with pytest.raises(ArgumentError, match=r"Schedule.tile_m: got 256 with a unit of 128"):
+        Schedule(256, 128, 1, 4).check(replace(PLAIN, unit=128), HOPPER)
     Schedule(128, 24, 1, 4).check(replace(precise, accumulate="fast"), HOPPER)
 
 
