@@ -75,9 +75,16 @@ def _finished(
         return
     packed = {digest: _pack(kernel) for digest, kernel in missing.items()}
     count = min(len(missing), workers or os.cpu_count() or 1)
-    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _blind) as pool:
+    with ProcessPoolExecutor(count, _context(), _blind) as pool:
         jobs = {pool.submit(_work, text, cache, strict): digest for digest, text in packed.items()}
         yield from _collect(jobs, missing)
+
+
+def _context() -> multiprocessing.context.BaseContext:
+    """Workers fork from one process that has imported the DSL, and nothing else has happened in."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["epicute.jit.compile", "cutlass.cute", "tvm_ffi", "torch"])
+    return context
 
 
 def _collect(
