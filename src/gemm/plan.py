@@ -350,6 +350,12 @@ def _cells_reader(spec: OperandSpec) -> Reader:
         page, token, head, channel = given.stride()
         if channel != 1:
             raise _wrong(name, given, "adjacent channels", "keep head_dim innermost")
+        if (
+            (page == 0 and shape[0] > 1)
+            or (token == 0 and shape[1] > 1)
+            or (head == 0 and heads > 1)
+        ):
+            raise _wrong(name, given, "cells apart from each other", f"{name}.contiguous()")
         address, page, token, head = given.data_ptr(), page * size, token * size, head * size
         if (address | page | token | head) & mask:
             fix = f"plan with alignments={{{name!r}: {size}}}"

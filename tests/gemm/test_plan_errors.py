@@ -13,13 +13,16 @@ import torch
 import epicute
 from epicute.epilogues import (
     Bias,
+    PlaceKV,
     ResidualAdd,
     Store,
     SwiGLU,
     compose,
 )
+from epicute.epilogues.resolve import resolve
 from epicute.errors import ArgumentError, CompileError, UnsupportedError
 from epicute.gemm import Plan
+from epicute.gemm.arguments import ArgumentLayout
 from tests.gemm.planned import OUT, QKV, K, Launch, M, N, fake_plan, weight
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -275,3 +278,13 @@ def test_a_plan_prints_what_it_is() -> None:
     for part in ("ResidualAdd", "N = 192, K = 64", "128x192", "sm_90a", "registers"):
         assert re.search(re.escape(part), text), part
     assert isinstance(fake_plan(compose(Store(BF16)), N, K, BF16), Plan)
+
+
+def test_expanded_cells_are_refused() -> None:
+    """Two tokens in one place would race."""
+    reader = importlib.import_module("epicute.gemm.plan")._reader
+    composition = PlaceKV(64) >> Store(torch.bfloat16)
+    spec = ArgumentLayout.of(resolve(composition, 64))["cells"]
+    cells = torch.zeros(4, 1, 1, 64, dtype=torch.bfloat16).expand(4, 16, 1, 64)
+    with pytest.raises(ArgumentError, match="cells: got .*expected cells apart from each other"):
+        reader(spec)(cells, 3, [])
