@@ -9,10 +9,9 @@ from math import gcd
 from typing import Any
 
 import cutlass
-import torch
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from epicute.epilogues.context import Context
+from epicute.epilogues.context import ROUNDING, Context
 from epicute.epilogues.dsl import DSL_OPERATIONS, Lazy, force, keep, opaque, select
 from epicute.epilogues.operands import (
     Cells,
@@ -343,11 +342,7 @@ class KernelContext(Context):
 
     def _kept_lanes(self, lanes: list[Any], kind: Operand) -> list[Any]:
         """The lanes as stored; where nothing follows nobody reads them, and they stay as they are."""
-        rounding = {
-            torch.bfloat16: "round_bfloat16",
-            torch.float16: "round_float16",
-            torch.float8_e4m3fn: "round_float8",
-        }.get(kind.dtype)
+        rounding = ROUNDING.get(kind.dtype)
         return lanes if self._last or rounding is None else DSL_OPERATIONS[rounding](lanes)
 
     def _partials(self, name: str, kind: Operand, raw: Any) -> None:

@@ -115,6 +115,11 @@ class Plan:
         self._row_bytes = spec.problem.depth * self._itemsize
         self._readers = [(s.name, _reader(s)) for s in spec.layout.operands]
         self._written = [(s.name, s.first) for s in spec.layout.operands if s.kind.written]
+        self._matrices = [
+            (s.name, s.first, int(s.shape[1]) * s.dtype.itemsize)
+            for s in spec.layout.operands
+            if s.kind.written and s.fields == ("address", "row_stride")
+        ]
         self._takes_scale = "weight_scale" in spec.resolved.kinds
         self._clusters: dict[int, int] = {}
         self._seen: WeakSet[Packed] = WeakSet()
@@ -188,6 +193,14 @@ class Plan:
         last = first + (rows - 1) * stride + self._row_bytes
         for name, index in self._written:
             if first <= found[index] < last:
+                raise _wrong(
+                    name, operands[name], "memory apart from x", "allocate it apart from x"
+                )
+        for name, index, width in self._matrices:
+            address, step = found[index], found[index + 1]
+            ends = address + (rows - 1) * step + width
+            beside = step == stride and width <= (first - address) % step <= step - self._row_bytes
+            if address < first < ends and not beside:
                 raise _wrong(
                     name, operands[name], "memory apart from x", "allocate it apart from x"
                 )

@@ -23,7 +23,7 @@ DEPTH_BYTES = 128
 """Bytes of K in a stage: one swizzle atom."""
 
 DEEPEST = 6
-"""Stages beyond which a deeper pipeline was not seen to help."""
+"""Most stages that ``choose`` takes; an assumption, not measured."""
 
 RESERVED = 1024
 """Bytes that the runtime keeps and that aligning the buffers may cost."""
@@ -144,8 +144,8 @@ def accumulation(dtype: torch.dtype, depth: int, asked: str | None) -> str:
 
     ``"fast"``: in the tensor core alone, which for float8 keeps 13 fraction bits and truncates every product.
     ``"precise"``: float8 in blocks of 128 products, added in float32. The default is fast for 16-bit operands, whose
-    tensor core accumulates in float32, and for float8 up to K = 256; beyond, fast errs by more than 2e-3 where the
-    operands have a mean.
+    tensor core accumulates in float32, and for float8 up to K = 256, two blocks; beyond, the error of fast grows with
+    K where the operands have a mean.
     """
     require(
         asked in (None, "fast", "precise"),

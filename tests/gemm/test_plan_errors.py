@@ -288,3 +288,26 @@ def test_expanded_cells_are_refused() -> None:
     cells = torch.zeros(4, 1, 1, 64, dtype=torch.bfloat16).expand(4, 16, 1, 64)
     with pytest.raises(ArgumentError, match="cells: got .*expected cells apart from each other"):
         reader(spec)(cells, 3, [])
+
+
+def test_an_output_that_runs_into_x_is_refused() -> None:
+    """It begins before x and ends in it."""
+    launch = Launch(compose(Store(BF16)))
+    memory = torch.zeros(M * N + M * K, dtype=BF16)
+    launch.operands["out"] = memory[: M * N].view(M, N)
+    launch.x = memory[M * N : M * N + M * K].view(M, K)
+    launch.bind()
+    start = (M * N // 2) // 8 * 8
+    launch.x = memory[start : start + M * K].view(M, K)
+    launch.refused("out", "apart from x")
+
+
+def test_an_output_beside_x_is_taken() -> None:
+    """Both are columns of one buffer, and share none."""
+    launch = Launch(compose(Store(BF16)))
+    pitch = -(-(N + K) // 8) * 8 + 8
+    start = -(-N // 8) * 8
+    buffer = torch.zeros(M, pitch + 8, dtype=BF16)
+    launch.operands["out"] = buffer[:, :N]
+    launch.x = buffer[:, start : start + K]
+    assert launch.bind() is not None
