@@ -65,19 +65,25 @@ def _finished(
 ) -> Iterator[tuple[str, Report]]:
     """(digest, report) of each kernel as it becomes ready."""
     missing = dict(kernels)
+    failures: list[EpicuteError] = []
     for digest, kernel in kernels.items():
         if (entry := cache.read(digest)) is not None:
             del missing[digest]
-            if strict:
-                entry.report.check(str(kernel.key), kernel.key.target.smem_per_block)
-            yield digest, entry.report
-    if not missing:
-        return
-    packed = {digest: _pack(kernel) for digest, kernel in missing.items()}
-    count = min(len(missing), workers or os.cpu_count() or 1)
-    with ProcessPoolExecutor(count, _context(), _blind) as pool:
-        jobs = {pool.submit(_work, text, cache, strict): digest for digest, text in packed.items()}
-        yield from _collect(jobs, missing)
+            try:
+                if strict:
+                    entry.report.check(str(kernel.key), kernel.key.target.smem_per_block)
+            except EpicuteError as error:
+                failures.append(error)
+            else:
+                yield digest, entry.report
+    if missing:
+        packed = {digest: _pack(kernel) for digest, kernel in missing.items()}
+        count = min(len(missing), workers or os.cpu_count() or 1)
+        with ProcessPoolExecutor(count, _context(), _blind) as pool:
+            jobs = {pool.submit(_work, t, cache, strict): digest for digest, t in packed.items()}
+            yield from _collect(jobs, missing, failures)
+    if failures:
+        raise failures[0]
 
 
 def _context() -> multiprocessing.context.BaseContext:
@@ -88,9 +94,9 @@ def _context() -> multiprocessing.context.BaseContext:
 
 
 def _collect(
-    jobs: dict[Future[Report], str], kernels: dict[str, Kernel]
+    jobs: dict[Future[Report], str], kernels: dict[str, Kernel], failures: list[EpicuteError]
 ) -> Iterator[tuple[str, Report]]:
-    failures: list[EpicuteError] = []
+    """(digest, report) of each job that ends well; what the others raise goes to ``failures``."""
     waiting = set(jobs)
     while waiting:
         done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
@@ -105,8 +111,6 @@ def _collect(
                     f"{kernel.key}: a compiling process died ({error}). Fix: if this is a script, "
                     "call it under `if __name__ == '__main__':`; else use fewer workers"
                 ) from error
-    if failures:
-        raise failures[0]
 
 
 def _pack(kernel: Kernel) -> bytes:

@@ -64,7 +64,15 @@ GLU = {
     h: Case(f"ge08-{h}", Dequantize() >> SwiGLU() >> EmitFP8(), 2 * h, 512, FP8) for h in GLU_WIDTHS
 }
 SCALED = [
-    Case(f"ge09-{n}-{schedule}", Dequantize("row", "tensor") >> Store(FP32), n, 2048, FP8, tile)
+    Case(
+        f"ge09-{n}-{schedule}",
+        Dequantize("row", "tensor") >> Store(FP32),
+        n,
+        2048,
+        FP8,
+        tile,
+        accumulate="fast" if tile and tile[0] > 128 else None,
+    )
     for n in (16, 64, 256)
     for schedule, tile in SCHEDULES.items()
 ]

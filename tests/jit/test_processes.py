@@ -153,6 +153,18 @@ def test_precompile_names_the_kernel_that_fails_after_compiling_the_others(
     assert cache.read(Tiny(6.0).key.digest) is not None
 
 
+def test_precompile_compiles_the_others_when_a_stored_one_must_not_run(cache: ObjectCache) -> None:
+    spilling, other = Tiny(9.0), Tiny(10.0)
+    precompile([spilling], workers=1, cache=cache)
+    sidecar = cache.read(spilling.key.digest).object.with_suffix(".json")
+    stored = json.loads(sidecar.read_text())
+    stored["report"]["spill_stores"] = 4
+    sidecar.write_text(json.dumps(stored))
+    with pytest.raises(CompileError, match="4 B of spill stores"):
+        precompile([spilling, other], workers=1, cache=cache)
+    assert cache.read(other.key.digest) is not None
+
+
 def test_precompile_refuses_what_cannot_travel_and_a_cache_that_keeps_nothing(
     cache: ObjectCache, tmp_path: Path
 ) -> None:
