@@ -1,4 +1,4 @@
-"""``python -m benchmarks [gemm] [epilogue] [calls] [accuracy] [--shapes 1B,8B] [--out DIR] [--quick]``.
+"""``python -m benchmarks [gemm] [epilogue] [calls] [accuracy] [--shapes 1B,8B] [--M 64,2048] [--quick]``.
 
 Writes ``<table>.json`` to ``--out``, else to ``$OUT``, else to ``benchmarks/results/<device>``,
 prints every row as it is measured and the whole table last. Exits with 1 where a kernel of epicute
@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import accuracy, calls, epilogue, gemm
+from benchmarks import accuracy, calls, epilogue, gemm, power
 from benchmarks.harness import LAYERS, Options
 from benchmarks.ours import compile_all
 from benchmarks.provenance import ROOT, Provenance, slug
@@ -36,6 +36,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="short slices, three rounds")
     parser.add_argument("--shapes", type=_list, default=(), help="for example 8B,70B")
     parser.add_argument("--layers", type=_list, default=LAYERS, help=f"of {','.join(LAYERS)}")
+    parser.add_argument("--M", type=_counts, default=(2048,), help="for example 64,2048")
+    parser.add_argument("--shards", action="store_true", help="gemm: tensor-parallel shards too")
     parser.add_argument("--quack", action="store_true", help="also time quack's GEMM (see peers)")
     parser.add_argument("--allow-dirty", action="store_true", help="measure uncommitted changes")
     given = parser.parse_args(arguments)
@@ -55,10 +57,23 @@ def _list(text: str) -> tuple[str, ...]:
     return tuple(word for word in text.split(",") if word)
 
 
+def _counts(text: str) -> tuple[int, ...]:
+    words = _list(text)
+    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r}: not counts from 1, such as 64,2048")
+    return tuple(map(int, words))
+
+
 def options_of(given: argparse.Namespace, table: str) -> Options:
     """What the command line asks of one table."""
     shapes = given.shapes or SHAPES_OF.get(table, ())
-    chosen = Options(shapes=shapes, layers=given.layers, quack=given.quack)
+    chosen = Options(
+        shapes=shapes,
+        layers=given.layers,
+        M=given.M,
+        shards=given.shards and table == "gemm",
+        quack=given.quack,
+    )
     return chosen.shortened() if given.quick else chosen
 
 
@@ -91,12 +106,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     folder = folder_of(given, source)
+    read = power.reader()
     complete = True
     for name in given.tables:
         start = time.perf_counter()
         options = options_of(given, name)
         compile_all(TABLES[name].kernels(options))
-        table = TABLES[name].table(options, CudaTimer(options.slice_us), source, folder)
+        timer = CudaTimer(options.slice_us, options.lead_us, read)
+        table = TABLES[name].table(options, timer, source, folder)
         complete &= finish(table)
         print(f"{name}: {time.perf_counter() - start:.0f} s, {table.path}\n", flush=True)
     return 0 if complete else 1

@@ -58,6 +58,7 @@ TINY = LayerShape(256, 256, 4, 2, 64, "tiny")
 KINDS = (("qkv", "fp8"), ("o", "fp8"), ("gate_up", "fp8"), ("gate_up", "bf16"))
 CORES = 2
 CALLS, BATCHES = 200, 30
+ROWS = 16
 Report = dict[str, Any]
 
 
@@ -70,10 +71,10 @@ def measure(device: str = "cuda") -> list[Report]:
     The first entry is a plain store, whose plan pays for the process's imports. A kind that fails
     has ``failed``.
     """
-    options = Options(shapes=(), M=16, device=device, check_rows=1)
+    options = Options(shapes=(), device=device, check_rows=1)
     found = []
     for name, weights in (("plain", "bf16"), *KINDS):
-        layer = Layer(TINY, "o" if name == "plain" else name, options, copies=1)
+        layer = Layer(TINY, "o" if name == "plain" else name, ROWS, options, copies=1)
         try:
             found.append(_measure(layer, weights, plain=name == "plain"))
         except Exception as error:
@@ -196,7 +197,7 @@ def _row(report: Report, variant: str, field: str) -> Row:
     if "failed" in report:
         return Row(case, None, 0.0, failed={"ours": report["failed"]})
     if field == "call":
-        case["M"] = 16
+        case["M"] = ROWS
         return Row(case, report["call"], report["bare"], {"cublas-bf16": report["peer"]})
     return Row(case, report[field], 0.0)
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.floors import Gemm
-from benchmarks.harness import Options
+from benchmarks.harness import SHARDS, Options
+from benchmarks.table import label
 from benchmarks.timing import copies_for
 from epicute.models.shapes import SHAPES, LayerShape, projections
 from epicute.quant import E4M3_MAX, quantize_rows, quantize_tensor
@@ -48,38 +49,40 @@ def clones(first: Tensor, count: int) -> list[Tensor]:
 
 @dataclass
 class Layer:
-    """One projection of one shape: y = x Wᵀ with x (M, K) and W (N, K).
+    """One projection of one shape, or a shard: y = x Wᵀ with x (M, K) and W (N, K).
 
     Attributes:
-        shape: the model's layer shape.
-        name: ``qkv``, ``o``, ``gate_up`` or ``down``.
-        options: M, device, and how many rows are checked.
+        shape: the model's layer shape; None of a shard.
+        name: ``qkv``, ``o``, ``gate_up`` or ``down``, or one of SHARDS.
+        M: rows of x.
+        options: device, and how many rows are checked.
         copies: of everything a call reads or writes; as many as keep the L2 cold where not given.
         seed: of the random values.
     """
 
-    shape: LayerShape
+    shape: LayerShape | None
     name: str
+    M: int
     options: Options
     copies: int = 0
     seed: int = 0
     random: torch.Generator = field(init=False)
 
     def __post_init__(self) -> None:
-        self.N, self.K = projections(self.shape)[self.name]
-        self.M = self.options.M
+        sizes = SHARDS if self.shape is None else projections(self.shape)
+        self.N, self.K = sizes[self.name]
         # FP8 operands: the candidate whose calls touch the fewest bytes.
         self.copies = self.copies or copies_for(Gemm(self.M, self.N, self.K, "fp8").input_bytes)
         self.random = torch.Generator(self.options.device).manual_seed(self.seed)
 
     def __str__(self) -> str:
-        return f"{self.shape.name} {self.name} {self.M}×{self.N}×{self.K}"
+        return label(self.case)
 
     @property
     def case(self) -> dict[str, Any]:
         """The fields of a table's case that every row of this layer has."""
-        sizes = {"M": self.M, "N": self.N, "K": self.K}
-        return {"shape": self.shape.name, "layer": self.name, **sizes}
+        shape = {} if self.shape is None else {"shape": self.shape.name}
+        return {**shape, "layer": self.name, "M": self.M, "N": self.N, "K": self.K}
 
     @cached_property
     def rows(self) -> Tensor:
@@ -170,7 +173,10 @@ class Layer:
 
 
 def layers(options: Options) -> Iterator[Layer]:
-    """Every layer that ``options`` names, shape by shape."""
-    for shape in options.shapes:
-        for name in options.layers:
-            yield Layer(SHAPES[shape], name, options)
+    """Every layer that ``options`` names, shape by shape and then the shards, each at every M."""
+    named: list[tuple[LayerShape | None, str]] = []
+    named += [(SHAPES[shape], name) for shape in options.shapes for name in options.layers]
+    named += [(None, name) for name in SHARDS if options.shards]
+    for shape, name in named:
+        for rows in options.M:
+            yield Layer(shape, name, rows, options)

@@ -81,7 +81,7 @@ def plain(layer: Layer, weights: str) -> Run:
 
 def kernels(options: Options) -> Iterator[GemmKernel]:
     """Every kernel the table runs."""
-    for layer in layers(options):
+    for layer in layers(options.one_M()):
         found = projection(layer)
         for weights in found.formats:
             yield kernel(layer, found.composition(weights)[1], weights)

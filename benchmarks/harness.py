@@ -1,8 +1,11 @@
 """Several candidates beside each other: built, checked, and timed in interleaved slices.
 
-    round 0 (dropped)   A A A | B B B | C C C        one slice each
-    round 1             B B B | C C C | A A A        the order rotates
-    round 2             C C C | A A A | B B B
+    round 0 (dropped)   … A A A | … C C C | … B B B        one slice each: a lead-in, then timed
+    round 1             … C C C | … A A A | … B B B        a new order every round
+    round 2             … B B B | … A A A | … C C C
+
+The order is drawn at random, so that nobody always runs behind the same neighbour. It depends on the
+case and the round alone, so that every run has the same orders.
 
 A call's time is the median over rounds of the median over a slice. Whatever a candidate raises, in
 building, checking, capturing or timing, is kept under ``failed`` and takes it out of the session,
@@ -12,6 +15,7 @@ and nothing else.
 from __future__ import annotations
 
 import gc
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,50 +25,82 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from benchmarks.check import Error
-from benchmarks.table import Row, Table
+from benchmarks.power import Reading
+from benchmarks.table import Row, Table, label
 from benchmarks.timing import Run, Slice, Timer
 
-__all__ = ["LAYERS", "PROTOCOL", "Options", "Session", "fill", "rotated"]
+__all__ = ["LAYERS", "PROTOCOL", "SHARDS", "Options", "Session", "fill", "shuffled"]
 
 LAYERS = ("qkv", "o", "gate_up", "down")
 
+SHARDS = {
+    f"shard-{n}x{k}": (n, k) for n, k in ((1280, 8192), (2304, 16384), (3584, 8192), (7168, 8192))
+}
+"""(N, K) of projections as one GPU of a tensor-parallel group has them, by the table's name."""
+
 PROTOCOL = (
-    "candidates interleaved in one process in rotating order, each in a CUDA graph over rotating "
-    "copies of weights, activations and outputs (at least 300 MB between two reads of a byte), "
-    "random normal data, CUDA events, median over {rounds} rounds of the median over a slice of "
-    "{slice_ms:g} ms, default clocks; error: worst output of the timed kernel against float64 on "
+    "candidates interleaved in one process in a new random order every round, each in a CUDA graph "
+    "over rotating copies of weights, activations and outputs (at least 300 MB between two reads of "
+    "a byte), random normal data, CUDA events, median over {rounds} rounds of the median over a "
+    "slice of {slice_ms:g} ms, which begins after {lead_ms:g} ms of the candidate's own untimed "
+    "calls, default clocks; error: worst output of the timed kernel against float64 on "
     "{rows} rows, an FP8 output's own rounding (about 0.026) included"
 )
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a run measures and how long it takes over it."""
+    """What a run measures and how long it takes over it.
+
+    Attributes:
+        shapes, layers, M: every layer of every shape at every M.
+        shards: whether the tensor-parallel shards come behind them.
+        device: torch's name of it.
+        rounds: slices per candidate that count.
+        lead_us: untimed calls at the beginning of a slice.
+        slice_us: the timed calls behind them.
+        check_rows: rows that are checked.
+        quack: whether quack is a peer.
+    """
 
     shapes: tuple[str, ...]
     layers: tuple[str, ...] = LAYERS
-    M: int = 2048
+    M: tuple[int, ...] = (2048,)
+    shards: bool = False
     device: str = "cuda"
-    rounds: int = 8
-    slice_us: float = 15000.0
+    rounds: int = 5
+    lead_us: float = 60000.0
+    slice_us: float = 30000.0
     check_rows: int = 64
     quack: bool = False
 
     def shortened(self) -> Options:
-        """The same in a tenth of the slices' time, for a look rather than a claim."""
-        return replace(self, rounds=3, slice_us=4000.0)
+        """The same in about a tenth of the time, for a look rather than a claim."""
+        return replace(self, rounds=3, lead_us=10000.0, slice_us=6000.0)
+
+    def one_M(self) -> Options:
+        """The same at the first M alone: a kernel serves any."""
+        return replace(self, M=self.M[:1])
 
     @property
     def protocol(self) -> str:
         """The protocol sentence of these options."""
-        ms = self.slice_us / 1000
-        return PROTOCOL.format(rounds=self.rounds, slice_ms=ms, rows=self.check_rows)
+        lead, timed = self.lead_us / 1000, self.slice_us / 1000
+        return PROTOCOL.format(
+            rounds=self.rounds, lead_ms=lead, slice_ms=timed, rows=self.check_rows
+        )
 
 
-def rotated(names: list[str], turn: int) -> list[str]:
-    """``names`` beginning at the turn-th."""
-    start = turn % len(names) if names else 0
-    return names[start:] + names[:start]
+def shuffled(names: Iterable[str], text: str, turn: int) -> list[str]:
+    """``names``, each different, in the order drawn for round ``turn`` of the case ``text``.
+
+    The same in every process; who is missing does not change the order of the others.
+    """
+
+    def drawn(name: str) -> bytes:
+        return hashlib.sha256(f"{text}\n{turn}\n{name}".encode()).digest()
+
+    return sorted(names, key=drawn)
 
 
 @dataclass
@@ -74,16 +110,20 @@ class Session:
     Attributes:
         timer: how a slice is timed.
         rounds: slices per candidate that count.
+        text: the case in words; the order of candidates depends on it.
         errors: worst error of each checked candidate.
         failed: what each failed candidate raised.
         times: median µs of each round, by candidate.
+        readings: the card's sensors in each round, by candidate.
     """
 
     timer: Timer
     rounds: int
+    text: str = ""
     errors: dict[str, Error] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     times: dict[str, list[float]] = field(default_factory=dict)
+    readings: dict[str, list[Reading]] = field(default_factory=dict)
     _ready: dict[str, Run] = field(default_factory=dict)
 
     @contextmanager
@@ -94,6 +134,7 @@ class Session:
             self.failed[name] = told(error)
             self._ready.pop(name, None)
             self.times.pop(name, None)
+            self.readings.pop(name, None)
 
     def add(
         self, name: str, build: Callable[[], Run], check: Callable[[Run], Error] | None = None
@@ -111,13 +152,15 @@ class Session:
         for name, run in list(self._ready.items()):
             with self._keeping(name):
                 slices[name] = self.timer.prepare(run, copies, least_us)
-                self.times[name] = []
+                self.times[name], self.readings[name] = [], []
         for turn in range(self.rounds + 1):
-            for name in rotated([name for name in slices if name not in self.failed], turn):
+            left = [name for name in slices if name not in self.failed]
+            for name in shuffled(left, self.text, turn):
                 with self._keeping(name):
-                    found = median(slices[name]())
+                    sample = slices[name]()
                     if turn:  # the first round warms the card up
-                        self.times[name].append(found)
+                        self.times[name].append(median(sample.times))
+                        self.readings[name].append(sample.reading)
         self._print_spread()
 
     def _print_spread(self) -> None:
@@ -137,6 +180,7 @@ class Session:
         if mine in self.failed:
             failed["ours"] = self.failed[mine]
         error = self.errors.get(mine)
+        candidates = {"ours": mine, **peers}
         return Row(
             case=case,
             ours_us=times.get(mine),
@@ -144,7 +188,23 @@ class Session:
             peers_us={name: times[peer] for name, peer in peers.items() if peer in times},
             error=error.json() if error else None,
             failed=failed,
+            clocks_mhz=self._sensed(candidates, lambda reading: reading.clock_mhz),
+            watts=self._sensed(candidates, lambda reading: reading.watts),
         )
+
+    def _sensed(
+        self, candidates: Mapping[str, str], sensor: Callable[[Reading], float | None]
+    ) -> dict[str, float]:
+        """Median over rounds of what a sensor said; who it said nothing of is left out.
+
+        ``candidates``: name in the table → candidate.
+        """
+        found = {}
+        for name, candidate in candidates.items():
+            said = map(sensor, self.readings.get(candidate, []))
+            if values := [value for value in said if value is not None]:
+                found[name] = median(values)
+        return found
 
 
 class Case(Protocol):
@@ -171,7 +231,7 @@ def fill(
     """
     for case in cases:
         try:
-            found = measure(case, Session(timer, rounds))
+            found = measure(case, Session(timer, rounds, label(case.case)))
         except Exception as error:
             found = [Row(case.case, None, 0.0, failed={"ours": told(error)})]
         for row in found:

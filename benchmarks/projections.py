@@ -32,6 +32,7 @@ from epicute.epilogues import (
     SumSquares,
     SwiGLU,
 )
+from epicute.models.shapes import LayerShape
 from epicute.quant import E4M3_MAX
 
 __all__ = ["Projection", "projection"]
@@ -238,6 +239,13 @@ class QKV(Projection):
 
     updated = ("k_cells", "v_cells")
 
+    @property
+    def shape(self) -> LayerShape:
+        """The model's."""
+        shape = self.layer.shape
+        assert shape is not None  # a shard has no q, k and v
+        return shape
+
     @cached_property
     def positions(self) -> Tensor:
         """(M,) int64, from 0."""
@@ -246,7 +254,7 @@ class QKV(Projection):
     @cached_property
     def inv_freq(self) -> Tensor:
         """(head_dim/2,) float32."""
-        half = self.layer.shape.head_dim // 2
+        half = self.shape.head_dim // 2
         exponent = torch.arange(half, device=self.layer.options.device).double() / half
         return (THETA**-exponent).float()
 
@@ -270,12 +278,12 @@ class QKV(Projection):
 
     @property
     def case(self) -> dict[str, Any]:
-        shape = self.layer.shape
+        shape = self.shape
         heads = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
         return {"cache": "bf16", **heads, "page": PAGE}
 
     def policies(self, weights: str) -> list[tuple[str, Any]]:
-        shape = self.layer.shape
+        shape = self.shape
         turn, place = RoPE(head_dim=shape.head_dim), PlaceKV(head_dim=shape.head_dim)
         ranges = Columns(
             q=(shape.q_width, turn >> Store(BF16)),
@@ -292,13 +300,13 @@ class QKV(Projection):
             "positions": self.positions,
             "inv_freq": self.inv_freq,
             "slots": self.slots,
-            "q_out": layer.poisoned(layer.M, layer.shape.q_width, dtype=BF16),
+            "q_out": layer.poisoned(layer.M, self.shape.q_width, dtype=BF16),
             **self.caches(),
         }
 
     def caches(self) -> Tensors:
         """Poisoned cells (pages, page, kv_heads, head_dim) of k and v."""
-        shape = self.layer.shape
+        shape = self.shape
         size = (self.pages, PAGE, shape.kv_heads, shape.head_dim)
         return {name: self.layer.poisoned(*size, dtype=BF16) for name in self.updated}
 
@@ -309,7 +317,7 @@ class QKV(Projection):
         return 2 * self.layer.M * self.layer.N + self.sumsq.nbytes
 
     def _widths(self) -> list[int]:
-        shape = self.layer.shape
+        shape = self.shape
         return [shape.q_width, shape.kv_width, shape.kv_width]
 
     def exact(self, y: Tensor) -> Tensors:
@@ -322,7 +330,7 @@ class QKV(Projection):
 
     def view(self, name: str, tensor: Tensor) -> Tensor:
         if name in self.updated:
-            flat = tensor.reshape(-1, self.layer.shape.kv_width)
+            flat = tensor.reshape(-1, self.shape.kv_width)
             return flat[self.slots[self.layer.rows]]
         return super().view(name, tensor)
 
@@ -339,7 +347,7 @@ class QKV(Projection):
         return qkv
 
     def peer_operands(self, weights: str) -> Tensors:
-        width = self.layer.shape.kv_width
+        width = self.shape.kv_width
         flat = {name: cells.reshape(-1, width) for name, cells in self.caches().items()}
         cos, sin = (table.float() for table in self.tables)
         return {"sumsq": self.sumsq, "slots": self.slots, "cos": cos, "sin": sin, **flat}

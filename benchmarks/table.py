@@ -2,12 +2,15 @@
 
     {table, paper, device, driver, torch, dsl, commit, date, protocol, floor,
      rows: [{case, ours_us, floor_us, peers_us: {name: µs}, error: {norm, worst_row},
-             errors: {name: {norm, worst_row}}, failed: {name: why}}]}
+             errors: {name: {norm, worst_row}}, failed: {name: why},
+             clocks_mhz: {name: MHz}, watts: {name: W}}]}
 
 ``error`` is ours, null only in tables that measure no result; ``errors`` are the peers', there only
 in tables that are about them. ``failed`` is there only where a candidate failed. ``ours_us`` is null
-only where ``failed`` says why, and in rows with ``errors`` that measure no time. A file is valid
-after every row, so that a run that is cut short keeps its rows.
+only where ``failed`` says why, and in rows with ``errors`` that measure no time. ``clocks_mhz`` and
+``watts`` are the SM clock and the power while a candidate was timed, ours as ``ours``, there only
+where the card's sensors could be read. A file is valid after every row, so that a run that is cut
+short keeps its rows.
 """
 
 from __future__ import annotations
@@ -27,7 +30,16 @@ __all__ = ["CASE", "Row", "Table", "geometric_mean", "label", "ratios", "render"
 
 CASE: dict[str, type | tuple[str, ...]] = {
     "shape": str,
-    "layer": ("qkv", "o", "gate_up", "down"),
+    "layer": (
+        "qkv",
+        "o",
+        "gate_up",
+        "down",
+        "shard-1280x8192",
+        "shard-2304x16384",
+        "shard-3584x8192",
+        "shard-7168x8192",
+    ),
     "M": int,
     "N": int,
     "K": int,
@@ -59,7 +71,8 @@ PLAIN = ("shape", "layer", "weights", "composition", "mix", "variant")
 
 HEAD = ("table", "paper", "device", "driver", "torch", "dsl", "commit", "date", "protocol", "floor")
 ROW = ("case", "ours_us", "floor_us", "peers_us", "error")
-OPTIONAL = ("errors", "failed")
+SENSORS = ("clocks_mhz", "watts")
+OPTIONAL = ("errors", "failed", *SENSORS)
 """Fields of a row that are left out where they are empty."""
 
 
@@ -67,7 +80,8 @@ OPTIONAL = ("errors", "failed")
 class Row:
     """One measured case. Times in µs per call.
 
-    ``error`` is ours and ``errors`` are the peers'; ``failed`` maps a candidate to what went wrong.
+    ``error`` is ours and ``errors`` are the peers'; ``failed`` maps a candidate to what went wrong,
+    ``clocks_mhz`` and ``watts`` to what the card's sensors said.
     """
 
     case: Mapping[str, Any]
@@ -77,6 +91,8 @@ class Row:
     error: Mapping[str, float] | None = None
     failed: Mapping[str, str] = field(default_factory=dict)
     errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    clocks_mhz: Mapping[str, float] = field(default_factory=dict)
+    watts: Mapping[str, float] = field(default_factory=dict)
 
     def json(self) -> dict[str, Any]:
         """As it stands in the file."""
@@ -147,6 +163,11 @@ def _validate_row(where: str, row: Mapping[str, Any]) -> None:
     for name, why in failed.items():
         told = isinstance(why, str) and bool(why)
         require(told, f"{where}.failed.{name}", repr(why), "the error's text", "keep the message")
+    timed = {*row["peers_us"], *(["ours"] if row["ours_us"] is not None else [])}
+    for sensor in SENSORS:
+        for name, value in row.get(sensor, {}).items():
+            require(name in timed, f"{where}.{sensor}", name, "a timed candidate", "leave it out")
+            _number(f"{where}.{sensor}.{name}", value, positive=True)
 
 
 def _validate_error(where: str, error: Mapping[str, float]) -> None:

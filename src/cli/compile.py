@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tile", metavar="MxN", help="rows and packed columns, say 128x256")
     parser.add_argument("--cluster", metavar="MxN", help="blocks of a cluster, say 2x1")
     parser.add_argument("--stages", type=int, help="pipeline stages")
+    parser.add_argument("--pingpong", action="store_true", help="tiles of one warpgroup each")
     parser.add_argument("--anyway", action="store_true", help="accept spills and the like")
 
 
@@ -35,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from epicute.gemm import kernel_for
+    from epicute.gemm.fitting import compile_fitting
     from epicute.jit import Target, compile
 
     composition = composition_in(args.module) if args.module else composition_of(args.epilogue)
@@ -48,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
     if changes := _changes(args):
         schedule = dataclasses.replace(kernel.spec.schedule, **changes)
         kernel = kernel_for(composition, **problem, schedule=schedule)
-    found = compile(kernel, strict=not args.anyway)
+        found = compile(kernel, strict=not args.anyway)
+    else:
+        kernel, found = compile_fitting(kernel, strict=not args.anyway)
     print(composition)
     print()
     schedule = kernel.spec.schedule
@@ -64,16 +68,11 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
     if args.tile:
         changes["tile_m"], changes["tile_n"] = _pair("tile", args.tile)
     if args.cluster:
-        changes["cluster_m"], across = _pair("cluster", args.cluster)
-        require(
-            across == 1,
-            "cluster",
-            args.cluster,
-            "a cluster along M, such as 2x1",
-            "write its blocks first",
-        )
+        changes["cluster_m"], changes["cluster_n"] = _pair("cluster", args.cluster)
     if args.stages:
         changes["stages"] = args.stages
+    if args.pingpong:
+        changes["pingpong"] = True
     return changes
 
 

@@ -19,6 +19,8 @@ from epicute.epilogues.values import Table
 __all__ = [
     "DSL_OPERATIONS",
     "Lazy",
+    "again",
+    "anchor",
     "force",
     "keep",
     "lanes_of",
@@ -135,19 +137,30 @@ class Lazy:
 
     Instructions then come lane by lane in the order of the stores and sums, not operation by operation over all lanes,
     and few values are alive at a time. A lane must first be needed outside of any branch.
+
+    operation, arguments: the table's operation and the lanes it is applied to; none for what is loaded.
     """
 
-    __slots__ = ("_make", "_value")
+    __slots__ = ("_make", "_value", "arguments", "operation")
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make: Callable[[], Any] | None = make
+    def __init__(
+        self, make: Callable[..., Any], operation: str = "", arguments: tuple[Any, ...] = ()
+    ) -> None:
+        self._make: Callable[..., Any] | None = make
         self._value: Any = None
+        self.operation, self.arguments = operation, arguments
 
     def get(self) -> Any:
         """The register."""
         if self._make is not None:
-            self._value, self._make = self._make(), None
+            self._value, self._make = self._make(*map(force, self.arguments)), None
         return self._value
+
+    def again(self) -> Any:
+        """The register, computed for this place alone if it was not yet; for use in a branch."""
+        if self._make is None or not self.operation:
+            return self.get()
+        return self._make(*map(again, self.arguments))
 
 
 def force(lane: Any) -> Any:
@@ -155,8 +168,23 @@ def force(lane: Any) -> Any:
     return lane.get() if isinstance(lane, Lazy) else lane
 
 
-def _later(function: Callable[..., Any], lanes: list[Any]) -> Lazy:
-    return Lazy(lambda: function(*map(force, lanes)))
+def again(lane: Any) -> Any:
+    """The register of a lane in a branch; what it rests on must have been needed outside (see ``anchor``)."""
+    return lane.again() if isinstance(lane, Lazy) else lane
+
+
+def anchor(lane: Any) -> None:
+    """Compute what the lane rests on and cannot be computed again."""
+    if isinstance(lane, Lazy):
+        if lane.operation:
+            for argument in lane.arguments:
+                anchor(argument)
+        else:
+            lane.get()
+
+
+def _later(function: Callable[..., Any], lanes: list[Any], operation: str = "") -> Lazy:
+    return Lazy(function, operation, tuple(lanes))
 
 
 def _rounded(text: str) -> Callable[[Any], list[Any]]:
@@ -172,7 +200,7 @@ def _rounded(text: str) -> Callable[[Any], list[Any]]:
         found: list[Any] = []
         for a, b in zip(lanes[0::2], [*lanes[1::2], lanes[-1]], strict=False):
             pair = _later(both, [a, b])
-            found += [Lazy(lambda p=pair, i=i: p.get()[i]) for i in (0, 1)]  # type: ignore[misc]
+            found += [Lazy(lambda p=pair, i=i: p.get()[i]) for i in (0, 1)]
         return found[: len(lanes)]
 
     return call
@@ -186,7 +214,7 @@ _ROUND_FLOAT8 = """{ .reg .b32 p; .reg .b16 q, l, h; .reg .f32 a, b; cvt.rn.satf
 cvt.rn.f16x2.e4m3x2 p, q; mov.b32 {l, h}, p; cvt.f32.f16 a, l; cvt.f32.f16 b, h; mov.b64 $0, {a, b}; }"""
 
 
-def lanes_of(function: Callable[..., Any]) -> Callable[..., list[Any]]:
+def lanes_of(function: Callable[..., Any], operation: str) -> Callable[..., list[Any]]:
     """Lift a function on scalars to lists of lanes with broadcasting, computing equal inputs once."""
 
     def call(*arguments: Any) -> list[Any]:
@@ -198,56 +226,60 @@ def lanes_of(function: Callable[..., Any]) -> Callable[..., list[Any]]:
             lane = [x[i] if len(x) > 1 else x[0] for x in lists]
             key = tuple(map(id, lane))
             if key not in done:
-                done[key] = _later(function, lane)
+                done[key] = _later(function, lane, operation)
             out.append(done[key])
         return out
 
     return call
 
 
-def _compare(function: Callable[[Any, Any], Any]) -> Callable[..., list[Any]]:
-    return lanes_of(lambda a, b: Boolean(function(Float32(a), Float32(b))))
+def _compare(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda a, b: Boolean(function(Float32(a), Float32(b)))
 
 
 def _logical_not(a: Any) -> Any:
     return Boolean(Int32(Boolean(a)) == Int32(0))
 
 
-DSL_OPERATIONS: Table = {
-    "add": lanes_of(_add),
-    "sub": lanes_of(_sub),
-    "mul": lanes_of(_mul),
-    "div": lanes_of(_binary("div.full.f32")),
-    "min": lanes_of(_binary("min.NaN.f32")),
-    "max": lanes_of(_binary("max.NaN.f32")),
+_SCALARS: dict[str, Callable[..., Any]] = {
+    "add": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "div": _binary("div.full.f32"),
+    "min": _binary("min.NaN.f32"),
+    "max": _binary("max.NaN.f32"),
     "lt": _compare(lambda a, b: a < b),
     "le": _compare(lambda a, b: a <= b),
     "gt": _compare(lambda a, b: a > b),
     "ge": _compare(lambda a, b: a >= b),
     "eq": _compare(lambda a, b: a == b),
     "ne": _compare(lambda a, b: a != b),
-    "logical_and": lanes_of(lambda a, b: Boolean(a) & Boolean(b)),
-    "logical_or": lanes_of(lambda a, b: Boolean(a) | Boolean(b)),
-    "logical_not": lanes_of(_logical_not),
-    "isnan": lanes_of(lambda x: Boolean(Float32(x) != Float32(x))),
-    "neg": lanes_of(_unary("neg.f32")),
-    "abs": lanes_of(_unary("abs.f32")),
-    "floor": lanes_of(_unary("cvt.rmi.f32.f32")),
-    "exp": lanes_of(_exp),
-    "exp2": lanes_of(_exp2),
-    "log": lanes_of(lambda x: cute.math.log(Float32(x))),
-    "log2": lanes_of(lambda x: cute.math.log2(Float32(x))),
-    "sqrt": lanes_of(_unary("sqrt.rn.f32")),
-    "rsqrt": lanes_of(_unary("rsqrt.approx.f32")),
-    "reciprocal": lanes_of(_unary("rcp.rn.f32")),
-    "sin": lanes_of(lambda x: _unary("sin.approx.ftz.f32")(_reduced(x))),
-    "cos": lanes_of(lambda x: _unary("cos.approx.ftz.f32")(_reduced(x))),
-    "tanh": lanes_of(_tanh),
-    "sigmoid": lanes_of(_sigmoid),
+    "logical_and": lambda a, b: Boolean(a) & Boolean(b),
+    "logical_or": lambda a, b: Boolean(a) | Boolean(b),
+    "logical_not": _logical_not,
+    "isnan": lambda x: Boolean(Float32(x) != Float32(x)),
+    "neg": _unary("neg.f32"),
+    "abs": _unary("abs.f32"),
+    "floor": _unary("cvt.rmi.f32.f32"),
+    "exp": _exp,
+    "exp2": _exp2,
+    "log": lambda x: cute.math.log(Float32(x)),
+    "log2": lambda x: cute.math.log2(Float32(x)),
+    "sqrt": _unary("sqrt.rn.f32"),
+    "rsqrt": _unary("rsqrt.approx.f32"),
+    "reciprocal": _unary("rcp.rn.f32"),
+    "sin": lambda x: _unary("sin.approx.ftz.f32")(_reduced(x)),
+    "cos": lambda x: _unary("cos.approx.ftz.f32")(_reduced(x)),
+    "tanh": _tanh,
+    "sigmoid": _sigmoid,
+    "where": select,
+}
+
+DSL_OPERATIONS: Table = {
+    **{name: lanes_of(function, name) for name, function in _SCALARS.items()},
     "round_bfloat16": _rounded(_ROUND_BFLOAT16),
     "round_float16": _rounded(_ROUND_FLOAT16),
     "round_float8": _rounded(_ROUND_FLOAT8),
-    "where": lanes_of(select),
 }
 
 

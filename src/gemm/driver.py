@@ -25,22 +25,19 @@ from epicute.epilogues.policy import Pairwise
 from epicute.epilogues.resolve import Resolved, Step
 from epicute.epilogues.values import Value
 from epicute.gemm.arguments import ArgumentLayout
-from epicute.gemm.lanes import NOTHING, KernelContext, Place, Tile, Work, is_matrix, view_of, widen
+from epicute.gemm.lanes import NOTHING, KernelContext, Place, Tile, widen
 from epicute.gemm.memory import (
     load_global,
 )
+from epicute.gemm.schedule import Schedule
 from epicute.gemm.stage_plan import StagePlan
 from epicute.gemm.staging import when
+from epicute.gemm.work import Work
 
 __all__ = ["Driver", "Tile", "TileState"]
 
-FETCH_COLUMNS = 64
-"""Columns of matrix operands that are on their way at a time, at most: 16 registers a thread for 64 of bfloat16."""
-
 DEFERRED_COLUMNS = 64
 """Widest unit whose stores wait for all of its rows; beyond, or with several ranges, that was seen to spill."""
-
-Fetched = list[dict[tuple[int, int], dict[Any, Any]]]
 
 
 class TileState:
@@ -79,41 +76,35 @@ class Driver:
     """Device code of the epilogue for one composition, tile and operand layout."""
 
     def __init__(
-        self, resolved: Resolved, layout: ArgumentLayout, tile_m: int, tile_n: int, parts: int = 1
+        self, resolved: Resolved, layout: ArgumentLayout, schedule: Schedule, parts: int = 1
     ) -> None:
         self.resolved = resolved
         self.layout = layout
         self.plan = StagePlan(resolved)
-        self.tile_m, self.tile_n, self.parts = tile_m, tile_n, parts
+        self.tile_m, self.tile_n, self.parts = schedule.tile_m, schedule.tile_n, parts
+        self.blocks, self.sharers = schedule.blocks, schedule.sharers
         self.unit = resolved.order.unit
-        self.units = tile_n // self.unit
+        self.units = self.tile_n // self.unit
 
-    def begin(self, tile: Tile, thread: Any) -> Fetched:
-        """Send for the first units' matrix operands; call it before the multiplication, which hides their way."""
-        return [self._fetch(tile, u, thread) for u in range(self._ahead())]
-
-    def run(self, acc: Any, tile: Tile, thread: Any, sent: Fetched) -> None:
+    def run(self, acc: Any, tile: Tile, thread: Any) -> None:
         """Apply the composition to a tile.
 
-        ``acc``: the thread's accumulators, 64 rows of ``tile_n`` columns for each 128 tile rows. ``thread``: among the
-        two consumer warpgroups. ``sent``: what ``begin`` returned.
+        ``acc``: the thread's accumulators, blocks of 64 rows of ``tile_n`` columns. ``thread``: among the two consumer
+        warpgroups.
         """
         # Opaque, or whatever depends on the thread alone is kept in registers across the multiplication.
         thread = opaque(Int32(thread))
-        ahead = len(sent)
         for u in range(self.units):
-            if ahead and u + ahead < self.units:
-                sent.append(self._fetch(tile, u + ahead, thread))
+            if tile.stream is not None:
+                tile.stream.arrive(u)
             unit = tile.n * self.units + u
             for r, span in enumerate(self.resolved.ranges):
                 index = unit - span.first_unit
 
                 def body(r: int = r, u: int = u, index: Any = index) -> None:
-                    ready = sent[u] if ahead else {}
                     work = Work(self._defers(), tile.ring, tile.m)
                     for block, half, place in self._places(tile, r, u, index, thread):
-                        place.fetched, place.work = ready.get((block, half), {}), work
-                        place.half = half
+                        place.work, place.half = work, half
                         self._row(acc, place, r, u, block, half)
                     work.settle()
 
@@ -121,11 +112,13 @@ class Driver:
                     body()
                 else:
                     when((index >= 0) & (index < span.units), body)
+            if tile.stream is not None:
+                tile.stream.depart(u)
 
     def _defers(self) -> bool:
         """Whether a unit is small enough for its stores to wait until all its rows are computed."""
         spans = self.resolved.ranges
-        narrow = self.unit * (self.tile_m // 128) <= DEFERRED_COLUMNS
+        narrow = self.unit * self.blocks <= DEFERRED_COLUMNS
         return narrow and len(spans) == 1 and spans[0].steps[0].domain.remaining(0, 0) is None
 
     def _one_range(self) -> bool:
@@ -133,40 +126,13 @@ class Driver:
         total = sum(span.units for span in self.resolved.ranges)
         return len(self.resolved.ranges) == 1 and total % self.units == 0
 
-    def _ahead(self) -> int:
-        """Units whose matrix operands are on their way at a time; 0 where none are or the range is not known."""
-        spans = self.resolved.ranges
-        steps = [s for s in spans[0].steps if any(map(is_matrix, s.policy.operands.values()))]
-        padded = any(view_of(s).remaining(0, 0) is not None for s in steps)
-        if not self._one_range() or not steps or padded or self.tile_m > 128:
-            return 0
-        return min(max(FETCH_COLUMNS // self.unit, 1), self.units)
-
-    def _fetch(self, tile: Tile, u: int, thread: Any) -> dict[tuple[int, int], dict[Any, Any]]:
-        """Loads of unit ``u``'s matrix operands, by row and by operand and slot."""
-        found = {}
-        index = tile.n * self.units + u
-        for block, half, place in self._places(tile, 0, u, index, thread):
-            loads: dict[Any, Any] = {}
-            chains = [
-                self.resolved.ranges[0].head,
-                *(b.steps for b in self.resolved.ranges[0].blocks),
-            ]
-            for steps in chains:
-                for step in steps:
-                    for local, kind in step.policy.operands.items():
-                        if is_matrix(kind):
-                            ctx = KernelContext(step, view_of(step), place, False)
-                            ctx.send(step.names[local], loads)
-            found[block, half] = loads
-        return found
-
     def _places(self, tile: Tile, r: int, u: int, index: Any, thread: Any) -> Iterator[Any]:
-        """(128-row block, half, place) of each row the thread holds."""
-        group, within = thread // 128, thread % 128
-        for block in range(self.tile_m // 128):
+        """(block, half, place) of each row the thread holds."""
+        group, within = thread // 128 % self.sharers, thread % 128
+        for block in range(self.blocks):
+            first = (block * self.sharers + group) * 64
             for half in range(2):
-                row = block * 128 + group * 64 + within // 32 * 16 + within % 32 // 4 + 8 * half
+                row = first + within // 32 * 16 + within % 32 // 4 + 8 * half
                 yield block, half, Place(self, tile, r, u, index, row, thread % 4)
 
     def _row(self, acc: Any, place: Place, r: int, u: int, block: int, half: int) -> None:
@@ -188,7 +154,7 @@ class Driver:
         """Accumulator of the first of two columns of n8 block ``n8``; parts of the tile follow each other."""
         part, within = divmod(n8, self.tile_n // 8 // self.parts)
         registers = self.tile_n // 2 // self.parts
-        return (part * (self.tile_m // 128) + block) * registers + 4 * within + 2 * half
+        return (part * self.blocks + block) * registers + 4 * within + 2 * half
 
     def _step(self, step: Step, lanes: list[Any], place: Place, last: bool) -> list[Any]:
         if not isinstance(step.policy, Pairwise):

@@ -6,6 +6,7 @@ from typing import Any
 
 from epicute.epilogues.composition import Composition, compose
 from epicute.epilogues.policy import Policy
+from epicute.gemm.fitting import compile_fitting
 from epicute.gemm.spec import GemmKernel, kernel_for
 from epicute.jit import Report, compile
 
@@ -27,7 +28,11 @@ def explain(composition: Composition | Policy, n: int, k: int, **options: Any) -
     Raises what ``kernel_for`` and the compiler raise; code with spills is described, not refused.
     """
     kernel = kernel_for(compose(composition), n=n, k=k, **options)
-    return describe(kernel, compile(kernel, strict=False).report)
+    if options.get("schedule") is None:
+        kernel, compiled = compile_fitting(kernel, strict=False)
+    else:
+        compiled = compile(kernel, strict=False)
+    return describe(kernel, compiled.report)
 
 
 def describe(kernel: GemmKernel, report: Report) -> str:

@@ -1,23 +1,30 @@
 """Persistent warp-specialised Hopper GEMM with a composed epilogue. Imports the DSL.
 
-D = epilogue(A · Bᵀ); A (M, K) and packed B (rows, K), K innermost. A cluster is one or two CTAs along M that share B.
+D = epilogue(A · Bᵀ); A (M, K) and packed B (rows, K), K innermost. A cluster is one CTA, two along M that share B, or
+two along N that share A.
 
-    warpgroup 0   warp 0      TMA: per stage one box of A, its share of B multicast to the cluster
-                  warps 1-3   stage the epilogue's vector operands, one tile ahead        (40 registers)
-    warpgroup 1   consumer    WGMMA on rows 0-63, then the epilogue on its accumulators   (232 registers)
-    warpgroup 2   consumer    rows 64-127
+    warpgroup 0   warp 0      TMA: per stage its share of A and of B, and a tile's matrix operand
+                  warps 1-3   stage the epilogue's vector operands, one tile ahead        (24 registers)
+    warpgroup 1   consumer    WGMMA on rows 0-63, then the epilogue on its accumulators   (240 registers)
+    warpgroup 2   consumer    rows 64-127; in ping-pong both have tiles of their own
 
     barriers      full[s]     one producer arrive + bytes of A and B            TMA -> consumers
-                  empty[s]    8 consumer warps x cluster                        consumers -> TMA of every CTA
+                  empty[s]    the tile's consumer warps, of every CTA it shares with  -> TMA
                   ready[2]    96 staging threads                                stagers -> consumers
-                  taken[2]    256 consumer threads                              consumers -> stagers
+                  taken[2]    the tile's consumer threads                       consumers -> stagers
+                  turn[2]     ping-pong alone: named barriers                   consumers -> each other
 
-    Tried and dropped: letting warpgroup 2 follow warpgroup 1 by one or two stages. One run of 8B, M = 2048: FP8 within
-    1.6 %, BF16 from 3 % faster (qkv) to 2.5 % slower (gate/up).
+    cooperative   TMA         |tile 0 ............|tile 1, as far as stages allow ...
+                  stagers     |0|1|               |2 ...
+                  consumers        |WGMMA 0 ......|epilogue 0|WGMMA 1 ......|epilogue 1|
+    ping-pong     consumer 1       |WGMMA 0 |epilogue 0|     |WGMMA 2 |epilogue 2|
+                  consumer 2                |WGMMA 1 |epilogue 1|     |WGMMA 3 |epilogue 3|
 
-    TMA         |fill tile 0 ............|fill tile 1, as far as stages allow ...
-    stagers     |tile 0|tile 1|          |tile 2 ...
-    consumers         |WGMMA tile 0 .....|epilogue 0|WGMMA tile 1 ...
+Measured on an H200 that its power limit holds at 1.3 GHz, 8B, M = 2048: in the loop the tensor cores never wait (FP8:
+1024 clocks a stage), and an epilogue of 2300 (plain store) is what is left, 6 % of a tile with K = 4096. Ping-pong
+hides it and costs as much in shared-memory traffic: FP8 with a plain store within 3 % of cooperative, BF16 up to 7 %
+slower. Tried and dropped: letting warpgroup 2 follow warpgroup 1 by one or two stages (FP8 within 1.6 %, BF16 from 3 %
+faster to 2.5 % slower); an output ring by default (within 3 %).
 """
 
 from __future__ import annotations
@@ -36,14 +43,19 @@ from epicute.gemm.panels import panelled, ring_bytes
 from epicute.gemm.ring import Ring, store_atoms
 from epicute.gemm.spec import GemmSpec
 from epicute.gemm.staging import STAGERS, Stager
+from epicute.gemm.stream_plan import stream_plan
+from epicute.gemm.streams import Stages, Stream, fill, stream_atom
 
 __all__ = ["HopperGemm"]
 
 THREADS = 384
-PRODUCER_REGISTERS = 40
-CONSUMER_REGISTERS = 232
+PRODUCER_REGISTERS = 24
+CONSUMER_REGISTERS = 240
 """Per thread, after the warpgroups have traded. A launch of 384 threads gets 168 each: 504 for the three warpgroups,
 and one register more than that is waited for forever."""
+
+TURN = 3
+"""First of the two named barriers by which warpgroups take turns; the output rings have 1 and 2."""
 
 GROUP_M = 8
 """Cluster tiles along M whose A stays in L2 while B streams past."""
@@ -68,16 +80,21 @@ class HopperGemm:
         self.spec = spec
         schedule = spec.schedule
         self.tile_m, self.tile_n = schedule.tile_m, schedule.tile_n
-        self.cluster, self.stages = schedule.cluster_m, schedule.stages
+        self.cluster_m, self.cluster_n = schedule.cluster_m, schedule.cluster_n
+        self.cluster, self.stages = schedule.cluster, schedule.stages
+        self.sharers = schedule.sharers
         self.dtype = DSL_DTYPES[spec.problem.dtype]
         self.tile_k = 128 * 8 // self.dtype.width
         self.k_tiles = -(-spec.problem.depth // self.tile_k)
         self.n_tiles = -(-spec.problem.rows // self.tile_n)
-        sizes = (spec.resolved, spec.layout, self.tile_m, self.tile_n)
-        self.stager = Stager(*sizes)
+        self.stager = Stager(spec.resolved, spec.layout, self.tile_m, self.tile_n)
         self.precise = spec.problem.accumulate == "precise"
-        self.driver = Driver(*sizes, parts=2 if self.precise else 1)
+        parts = 2 if self.precise else 1
+        self.driver = Driver(spec.resolved, spec.layout, schedule, parts)
         self.staged = not self.stager.plan.empty
+        self.stream = stream_plan(spec.resolved, spec.layout, schedule)
+        self.stream_stages = self.stream.stages if self.stream else 0
+        self.steps = self.k_tiles + self.stream_stages
         self.slots = schedule.slots
         self.panelled = panelled(spec.resolved, spec.layout) if self.slots else ()
 
@@ -93,7 +110,7 @@ class HopperGemm:
         else:
             shape = (64, width, 16)
             operation = warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, source, K_MAJOR, K_MAJOR)
-        return cute.make_tiled_mma(cute.make_mma_atom(operation), (2, 1, 1))
+        return cute.make_tiled_mma(cute.make_mma_atom(operation), (self.sharers, 1, 1))
 
     def _smem_layout(self, rows: int) -> cute.ComposedLayout:
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
@@ -117,21 +134,28 @@ class HopperGemm:
         )
         a_layout, b_layout = self._smem_layout(self.tile_m), self._smem_layout(self.tile_n)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        share = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else load
+        share = cpasync.CopyBulkTensorTileG2SMulticastOp()
         a_atom, a = cpasync.make_tiled_tma_atom(
-            load, a, cute.slice_(a_layout, (None, None, 0)), (self.tile_m, self.tile_k)
+            share if self.cluster_n > 1 else load,
+            a,
+            cute.slice_(a_layout, (None, None, 0)),
+            (self.tile_m, self.tile_k),
+            num_multicast=self.cluster_n,
         )
         b_atom, b = cpasync.make_tiled_tma_atom(
-            share,
+            share if self.cluster_m > 1 else load,
             b,
             cute.slice_(b_layout, (None, None, 0)),
             (self.tile_n, self.tile_k),
-            num_multicast=self.cluster,
+            num_multicast=self.cluster_m,
         )
         self.kernel.set_name_prefix(self.spec.name)
         stores = store_atoms(self.spec.layout, self.panelled, arguments, rows)
+        matrix = stream_atom(self.spec.layout, self.stream, arguments, rows, self.tile_m)
         mma = self._mma()
-        self.kernel(a_atom, a, b_atom, b, mma, a_layout, b_layout, stores, arguments).launch(
+        self.kernel(
+            a_atom, a, b_atom, b, mma, a_layout, b_layout, stores, matrix, arguments
+        ).launch(
             grid=(Int32(arguments[3]) * self.cluster, 1, 1),
             block=(THREADS, 1, 1),
             cluster=(self.cluster, 1, 1),
@@ -150,6 +174,7 @@ class HopperGemm:
         a_layout: cute.ComposedLayout,
         b_layout: cute.ComposedLayout,
         stores: Any,
+        matrix: Any,
         arguments: Any,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -157,16 +182,15 @@ class HopperGemm:
         block, _, _ = cute.arch.block_idx()
         shared = self._allocate(a_layout, b_layout)
         loads, staging = self._pipelines(shared)
-        tiles_m = (Int32(arguments[2]) + (self.tile_m * self.cluster - 1)) // (
-            self.tile_m * self.cluster
-        )
+        rows = self.tile_m * self.cluster_m
+        tiles_m = (Int32(arguments[2]) + (rows - 1)) // rows
         first, step = block // self.cluster, Int32(arguments[3])
-        count = (tiles_m * self.n_tiles - first + step - 1) // step
+        count = (tiles_m * (self.n_tiles // self.cluster_n) - first + step - 1) // step
         walk = Walk(block % self.cluster, first, step, tiles_m, count)
 
         if warp == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            self._produce(a_atom, a, b_atom, b, shared, loads, walk)
+            self._produce(a_atom, a, b_atom, b, matrix, shared, loads, walk)
         elif warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if cutlass.const_expr(self.staged):
@@ -197,70 +221,78 @@ class HopperGemm:
             shared[name] = allocator.allocate_tensor(dtype, layout, 128) if count else None
         return shared
 
+    def _stages(self, shared: dict[str, Any]) -> Stages:
+        a, b = (Int32(shared[name].iterator.toint()) for name in ("a", "b"))
+        return Stages(a, b, self.tile_m * 128, self.tile_n * 128)
+
     def _pipelines(self, shared: dict[str, Any]) -> tuple[Any, Any]:
         group, agent = pipeline.CooperativeGroup, pipeline.Agent.Thread
         staging = pipeline.PipelineAsync.create(
             barrier_storage=shared["staging"],
             num_stages=2,
             producer_group=group(agent, STAGERS),
-            consumer_group=group(agent, 256),
+            consumer_group=group(agent, 128 * self.sharers),
             defer_sync=True,
         )
         loads = pipeline.PipelineTmaAsync.create(
             barrier_storage=shared["loads"],
             num_stages=self.stages,
             producer_group=group(agent),
-            consumer_group=group(agent, 8 * self.cluster),
+            consumer_group=group(agent, 4 * self.sharers * (self.cluster_m + self.cluster_n - 1)),
             tx_count=(self.tile_m + self.tile_n) * 128,
-            cta_layout_vmnk=cute.make_layout((1, self.cluster, 1, 1)),
+            cta_layout_vmnk=cute.make_layout((1, self.cluster_m, self.cluster_n, 1)),
         )
         return loads, staging
 
     def _tile(self, walk: Walk, i: Any) -> tuple[Any, Any]:
         """(m, n) of a CTA's ``i``-th tile: groups of ``GROUP_M`` cluster tiles along M, walked N-wise."""
-        linear = walk.first + i * walk.step
-        group = linear // (GROUP_M * self.n_tiles)
-        within = linear - group * (GROUP_M * self.n_tiles)
+        linear, size = walk.first + i * walk.step, GROUP_M * (self.n_tiles // self.cluster_n)
+        group = linear // size
+        within = linear - group * size
         height = cutlass.min(walk.tiles_m - group * GROUP_M, GROUP_M)
         n = within // height
         m = group * GROUP_M + within - n * height
-        return m * self.cluster + walk.rank, n
+        rank_m, rank_n = walk.rank % self.cluster_m, walk.rank // self.cluster_m
+        return m * self.cluster_m + rank_m, n * self.cluster_n + rank_n
 
     @cute.jit
-    def _produce(self, a_atom, a, b_atom, b, shared, loads, walk) -> None:
+    def _produce(self, a_atom, a, b_atom, b, matrix, shared, loads, walk) -> None:
         a_tiles = cute.local_tile(a, (self.tile_m, self.tile_k), (None, None))
         b_tiles = cute.local_tile(b, (self.tile_n, self.tile_k), (None, None))
+        rank_m, rank_n = walk.rank % self.cluster_m, walk.rank // self.cluster_m
         a_to, a_from = cpasync.tma_partition(
             a_atom,
-            0,
-            cute.make_layout(1),
+            rank_n,
+            cute.make_layout(self.cluster_n),
             cute.group_modes(shared["a"], 0, 2),
             cute.group_modes(a_tiles, 0, 2),
         )
         b_to, b_from = cpasync.tma_partition(
             b_atom,
-            walk.rank,
-            cute.make_layout(self.cluster),
+            rank_m,
+            cute.make_layout(self.cluster_m),
             cute.group_modes(shared["b"], 0, 2),
             cute.group_modes(b_tiles, 0, 2),
         )
+        # Ranks count along M first: those that share A are cluster_m apart, those that share B are adjacent.
+        a_mask = Int16(sum(1 << (self.cluster_m * i) for i in range(self.cluster_n))) << Int16(
+            rank_m
+        )
+        b_mask = Int16((1 << self.cluster_m) - 1) << Int16(rank_n * self.cluster_m)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         for i in cutlass.range(walk.count, unroll=1):
             m, n = self._tile(walk, i)
             for k in cutlass.range(self.k_tiles, unroll=1):
                 loads.producer_acquire(state)
                 barrier = loads.producer_get_barrier(state)
-                cute.copy(a_atom, a_from[None, m, k], a_to[None, state.index], tma_bar_ptr=barrier)
-                self._load_b(b_atom, b_from[None, n, k], b_to[None, state.index], barrier)
+                at = state.index
+                load(a_atom, a_from[None, m, k], a_to[None, at], barrier, a_mask, self.cluster_n)
+                load(b_atom, b_from[None, n, k], b_to[None, at], barrier, b_mask, self.cluster_m)
+                state.advance()
+            for stage in cutlass.range_constexpr(self.stream_stages):
+                fill(self.stream, stage, self._stages(shared), loads, state, matrix, m, n)
                 state.advance()
         loads.producer_tail(state)
-
-    def _load_b(self, atom: Any, source: Any, target: Any, barrier: Any) -> None:
-        if self.cluster > 1:
-            everyone = Int16((1 << self.cluster) - 1)
-            cute.copy(atom, source, target, tma_bar_ptr=barrier, mcast_mask=everyone)
-        else:
-            cute.copy(atom, source, target, tma_bar_ptr=barrier)
 
     @cute.jit
     def _stage(self, arguments, shared, staging, walk, thread) -> None:
@@ -284,32 +316,40 @@ class HopperGemm:
     def _consume(self, mma, arguments, shared, loads, staging, walk, thread, stores) -> None:
         consumer = thread - 128
         group = cute.arch.make_warp_uniform(consumer // 128)
-        part = mma.get_slice(cute.make_layout(2, stride=128)(group))
+        share = cute.make_layout(self.sharers, stride=128)(group % self.sharers)
+        part = mma.get_slice(share)
         a = part.make_fragment_A(part.partition_A(shared["a"]))
         b = part.make_fragment_B(part.partition_B(shared["b"]))
         acc = part.make_fragment_C(part.partition_shape_C((self.tile_m, self.tile_n)))
         tile_state = TileState(self.spec.layout, arguments)
         ring: Any = None
         if cutlass.const_expr(len(self.panelled) > 0):
-            ring = Ring(self.spec.layout, self.panelled, stores, self.slots)
+            ring = Ring(self.spec.layout, self.panelled, stores, self.slots, self.sharers)
             ring.open(shared["ring"], consumer)
         full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         done = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         staged = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 2)
-        for i in cutlass.range(walk.count, unroll=1):
+        first, every = Int32(0), 1
+        if cutlass.const_expr(self.sharers == 1):
+            first, every = group, 2
+            full.advance(group * self.steps)
+            done.advance(group * self.steps)
+            staged.advance(group)
+            if group == 1:
+                self._end_turn(group)
+        for i in cutlass.range(first, walk.count, every, unroll=1):
             m, n = self._tile(walk, i)
             floats, integers = self._buffers(shared, staged.index)
-            tile = Tile(arguments, tile_state, floats, integers, m, n, ring)
             if cutlass.const_expr(self.precise):
+                self._await_turn(group)
                 self._multiply_precisely(mma, acc, part, a, b, loads, full, True)
                 full.advance()
                 for _ in cutlass.range(self.k_tiles - 1, unroll=1):
                     self._multiply_precisely(mma, acc, part, a, b, loads, full, False)
                     full.advance()
-                # Not before: the products of half a tile leave no registers for what is on its way.
-                sent = self.driver.begin(tile, consumer)
+                done.advance(self.k_tiles)
             else:
-                sent = self.driver.begin(tile, consumer)
+                self._await_turn(group)
                 self._multiply(mma, acc, a, b, loads, full, False)
                 full.advance()
                 for _ in cutlass.range(self.k_tiles - 1, unroll=1):
@@ -318,18 +358,48 @@ class HopperGemm:
                     loads.consumer_release(done)
                     full.advance()
                     done.advance()
+            # Behind the loops, which put new states in place of those they were given.
+            stream = self._stream(shared, loads, full, done)
+            self._end_turn(group)
+            if cutlass.const_expr(not self.precise):
                 warpgroup.wait_group(0)
                 loads.consumer_release(done)
                 done.advance()
             if cutlass.const_expr(self.staged):
                 staging.consumer_wait(staged)
-            self.driver.run(acc, tile, consumer, sent)
+            tile = Tile(arguments, tile_state, floats, integers, m, n, ring, stream)
+            self.driver.run(acc, tile, consumer)
             if cutlass.const_expr(self.staged):
                 staging.consumer_release(staged)
-                staged.advance()
+                staged.advance(every)
+            if cutlass.const_expr(every > 1):
+                full.advance(self.steps)
+                done.advance(self.steps)
         tile_state.flush(thread % 32)
         if cutlass.const_expr(len(self.panelled) > 0):
             ring.close()
+
+    def _stream(self, shared: Any, loads: Any, full: Any, done: Any) -> Stream | None:
+        """The tile's boxes of a matrix operand."""
+        if self.stream is None:
+            return None
+        stream = Stream(self.stream, self._stages(shared), loads, full, done)
+        if self.sharers == 1:
+            stream.arrive_wholly()  # before the turn ends, for the reason that there are turns
+        return stream
+
+    def _await_turn(self, group: Any) -> None:
+        """Warpgroups that have tiles of their own multiply in turn.
+
+        A warpgroup may wait for a stage only when the stage's last use has arrived: the phase bit tells two uses
+        apart, not three.
+        """
+        if self.sharers == 1:
+            cute.arch.barrier(barrier_id=TURN + group, number_of_threads=256)
+
+    def _end_turn(self, group: Any) -> None:
+        if self.sharers == 1:
+            cute.arch.barrier_arrive(barrier_id=TURN + 1 - group, number_of_threads=256)
 
     @cute.jit
     def _multiply(self, mma, acc, a, b, loads, full, accumulate: cutlass.Constexpr) -> None:
@@ -373,3 +443,13 @@ class HopperGemm:
                     at = half * count + 4 * row + i
                     found = products[4 * row + i]
                     acc[at] = found if first else acc[at] + found
+
+
+def load(
+    atom: cute.CopyAtom, source: Any, target: Any, barrier: Any, mask: Any, sharing: int
+) -> None:
+    """One TMA load, to every CTA of ``mask`` where several are ``sharing``."""
+    if sharing > 1:
+        cute.copy(atom, source, target, tma_bar_ptr=barrier, mcast_mask=mask)
+    else:
+        cute.copy(atom, source, target, tma_bar_ptr=barrier)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import gcd
@@ -12,7 +11,16 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from epicute.epilogues.context import ROUNDING, Context
-from epicute.epilogues.dsl import DSL_OPERATIONS, Lazy, force, keep, opaque, select
+from epicute.epilogues.dsl import (
+    DSL_OPERATIONS,
+    Lazy,
+    again,
+    anchor,
+    force,
+    keep,
+    opaque,
+    select,
+)
 from epicute.epilogues.operands import (
     Cells,
     ColumnVector,
@@ -27,7 +35,6 @@ from epicute.epilogues.operands import (
 from epicute.epilogues.resolve import Domain, Step
 from epicute.gemm.arguments import OperandSpec
 from epicute.gemm.memory import (
-    fetch_global,
     fetched,
     load_global,
     load_shared,
@@ -36,9 +43,9 @@ from epicute.gemm.memory import (
     store_global,
     store_word_if,
 )
-from epicute.gemm.staging import when
+from epicute.gemm.work import Largest, Work, operands_of, scalar
 
-__all__ = ["KernelContext", "Place", "Tile", "Work", "is_matrix", "view_of", "widen"]
+__all__ = ["KernelContext", "Place", "Tile", "widen"]
 
 INFINITY = float("inf")
 
@@ -57,75 +64,16 @@ class Tile:
     m: Any
     n: Any
     ring: Any = None
-
-
-def is_matrix(kind: Operand) -> bool:
-    """Whether the operand has an element per value."""
-    return isinstance(kind, Matrix)
-
-
-def view_of(step: Step) -> Domain:
-    """The domain of the lanes that a step's body sees."""
-    return step.split.domain if step.split else step.domain
-
-
-def scalar(operation: str, *arguments: Any) -> Any:
-    """One register of an operation on registers, now."""
-    return force(DSL_OPERATIONS[operation](*([a] for a in arguments))[0])
+    stream: Any = None
 
 
 def elements(vector: Lazy, count: int) -> list[Any]:
     """Lanes of a vector that is loaded when the first of them is needed."""
-    return [Lazy(lambda i=i: vector.get()[i]) for i in range(count)]  # type: ignore[misc]
+    return [Lazy(lambda i=i: vector.get()[i]) for i in range(count)]
 
 
 def widen(raw: list[Any], count: int) -> list[Any]:
     return raw if len(raw) == count else raw * count
-
-
-class Work:
-    """Stores and rare work of a unit, kept until all of its rows are computed.
-
-    A branch is a wall to the scheduler: with few of them, the rows' arithmetic overlaps.
-    """
-
-    def __init__(self, deferred: bool, ring: Any = None, m_tile: Any = None) -> None:
-        self.ring = ring
-        self._m_tile = m_tile
-        self._panels: dict[tuple[str, int], tuple[dict[int, Any], Any]] = {}
-        self._deferred = deferred
-        self._stores: list[Callable[[], None]] = []
-        self._watched: list[tuple[Any, Callable[[], None]]] = []
-
-    def later(self, store: Callable[[], None]) -> None:
-        """Do ``store`` at the end of the unit, or at once where units are too wide to wait."""
-        if self._deferred:
-            self._stores.append(store)
-        else:
-            store()
-
-    def panel(self, name: str, slot: int, half: int, fragment: Any, column: Any) -> None:
-        """Send a panel through the ring once both halves of it are there."""
-        self._panels.setdefault((name, slot), ({}, column))[0][half] = fragment
-
-    def watch(self, unusual: Any, body: Callable[[], None]) -> None:
-        """Do ``body`` where any row of the unit is ``unusual``, or this one where units are too wide to wait."""
-        if self._deferred:
-            self._watched.append((unusual, body))
-        else:
-            when(unusual, body)
-
-    def settle(self) -> None:
-        """Do what was put off."""
-        for store in self._stores:
-            store()
-        for (name, _), (halves, column) in self._panels.items():
-            self.ring.send(name, halves, self._m_tile, column)
-        unusual = Boolean(False)
-        for condition, _ in self._watched:
-            unusual = unusual | condition
-        if self._watched:
-            when(unusual, lambda: [body() for _, body in self._watched])
 
 
 class Place:
@@ -146,7 +94,7 @@ class Place:
         self.live = self.row < rows
         self.safe_row = Int32(cutlass.select_(self.live, self.row, rows - Int32(1)))
         self._read: dict[str, Any] = {}
-        self.fetched: dict[Any, Any] = {}
+        self.stream = tile.stream
         self.work = Work(False)
         self.half = 0
 
@@ -219,14 +167,6 @@ class KernelContext(Context):
         assert isinstance(kind, Matrix), kind
         return self._matrix(bound)
 
-    def send(self, bound: str, loads: dict[Any, Any]) -> None:
-        """Start loading a matrix operand's lanes into ``loads``."""
-        spec = self._place_at.driver.layout[bound]
-        row = self._matrix_row(spec)
-        for slot, lanes in self._domain.groups:
-            address = self._address(row, slot, lanes, spec.dtype.itemsize)
-            loads[bound, slot] = fetch_global(spec.dtype, address, lanes, spec.alignment)
-
     def _matrix_row(self, spec: OperandSpec) -> Any:
         place = self._place_at
         stride = place.arguments[spec.at("row_stride")]
@@ -234,19 +174,24 @@ class KernelContext(Context):
 
     def _matrix(self, bound: str) -> list[Any]:
         place, spec = self._place_at, self._place_at.driver.layout[bound]
-        row, found = self._matrix_row(spec), []
+        found: list[Any] = []
+        if place.stream is not None and place.stream.plan.name == bound:
+            for slot, lanes in self._domain.groups:
+                found += elements(Lazy(partial(self._streamed, slot, lanes)), lanes)
+            return found
+        row = self._matrix_row(spec)
         remaining = self._remaining()
         for slot, lanes in self._domain.groups:
-            if (bound, slot) in place.fetched:
-                arrived = partial(fetched, place.fetched[bound, slot])
-                found += elements(Lazy(arrived), lanes)
-                continue
             address = self._address(row, slot, lanes, spec.dtype.itemsize)
             if remaining is None:
                 found += load_global(spec.dtype, address, lanes, spec.alignment)
             else:
                 found += load_some(spec.dtype, address, lanes, remaining[len(found)][0])
         return found
+
+    def _streamed(self, slot: int, lanes: int) -> list[Any]:
+        place = self._place_at
+        return fetched(place.stream.load(place.u, slot, lanes, place.lane, place.tile_row))
 
     def _address(self, row: Any, slot: int, lanes: int, size: int) -> Any:
         """Address of the group's first lane in a row: a sum shared by all groups, plus a constant."""
@@ -374,53 +319,67 @@ class KernelContext(Context):
 
     def _record_max(self, name: str, raw: Any) -> None:
         register = self._place_at.state.maxima[self._step.names[name]]
-        lanes = self._masked(widen(raw, self._lane_count()), NOTHING)
-        self._maxima.append((register, [Float32(force(x)) for x in lanes]))
+        self._maxima.append((register, self._masked(widen(raw, self._lane_count()), NOTHING)))
 
     def _count(self, name: str, raw: Any) -> None:
         register = self._place_at.state.counters[self._step.names[name]]
-        self._counts.append((register, [Boolean(force(m)) for m in widen(raw, self._lane_count())]))
+        self._counts.append((register, widen(raw, self._lane_count())))
 
     def finish(self) -> None:
         """Settle the step's maxima and counters.
 
-        Nearly always every value is finite and nothing is counted, which costs one instruction a lane to see; what
-        is not so is done over, lane by lane.
+        Nearly always every value is finite and nothing is counted, which the largest values show: an instruction a
+        lane. What is not so is done over, lane by lane.
         """
         if not self._maxima and not self._counts:
             return
-        place = self._place_at
+        place, largest = self._place_at, Largest()
         unusual = Boolean(False)
         for register, lanes in self._maxima:
-            found = lanes[0]
-            for x in lanes[1:]:
-                found = scalar("max", found, x)
+            found = largest.of(lanes)
             finite = found < Float32(INFINITY)
             usual = select(finite & place.live, found, Float32(NOTHING))
             register[0] = scalar("max", register[0], usual)
             unusual = unusual | (found >= Float32(INFINITY)) | (found != found)
         for _, masks in self._counts:
-            for mask in masks:
-                unusual = unusual | mask
+            unusual = unusual | self._any(masks, largest)
+        for _, lanes in (*self._maxima, *self._counts):
+            for lane in lanes:
+                anchor(lane)
         place.work.watch(unusual & place.live, self._settle)
+
+    def _any(self, masks: list[Any], largest: Largest) -> Any:
+        """Whether any lane counts, or could; padding may."""
+        pairs = operands_of(masks, "gt")
+        if pairs is not None and len({id(limit) for _, limit in pairs}) == 1:
+            found = largest.of([x for x, _ in pairs])
+            return (found > Float32(force(pairs[0][1]))) | (found != found)
+        tested = operands_of(masks, "isnan")
+        if tested is not None:
+            found = largest.magnitude([x for (x,) in tested])
+            return found != found
+        some = Boolean(False)
+        for mask in masks:
+            some = some | Boolean(force(mask))
+        return some
 
     def _settle(self) -> None:
         nothing, zero, live = Float32(NOTHING), Float32(0.0), self._place_at.live
         for register, lanes in self._maxima:
             found = nothing
-            for x in lanes:
+            for lane in lanes:
+                x = Float32(again(lane))
                 finite = select(x < Float32(INFINITY), x, nothing)
                 found = scalar("max", found, finite)
             found = select(live, found, nothing)
             register[0] = scalar("max", register[0], found)
         remaining = self._remaining() if self._counts else None
         for register, masks in self._counts:
-            total = Int32(0)
+            total = zero
             for i, mask in enumerate(masks):
-                one = select(mask, Float32(1.0), zero)
-                one = one if remaining is None else keep(*remaining[i], one, 0.0)
-                total = total + Int32(one > Float32(0.5))
-            register[0] = register[0] + Int32(cutlass.select_(live, total, Int32(0)))
+                one = select(Boolean(again(mask)), Float32(1.0), zero)
+                total = total + (one if remaining is None else keep(*remaining[i], one, 0.0))
+            register[0] = register[0] + Int32(select(live, total, zero))
 
     def _placed(self, name: str, kind: Operand) -> Any:
         return [Boolean(self._place_at.cell(self._step.names[name]) >= Int64(0))]

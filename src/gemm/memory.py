@@ -17,7 +17,6 @@ from epicute.epilogues.dsl import force, pack_words
 
 __all__ = [
     "DSL_DTYPES",
-    "fetch_global",
     "fetched",
     "load_global",
     "load_shared",
@@ -49,17 +48,11 @@ def _view(dtype: Any, address: Any, count: int, alignment: int) -> Any:
 
 def load_global(dtype: torch.dtype, address: Any, count: int = 1, alignment: int = 0) -> list[Any]:
     """``count`` adjacent elements at ``address``; floats and integers below 64 bits arrive as Float32."""
-    return fetched(fetch_global(dtype, address, count, max(alignment, dtype.itemsize)))
-
-
-def fetch_global(dtype: torch.dtype, address: Any, count: int, alignment: int) -> Any:
-    """A register fragment of ``count`` adjacent elements, to be read with ``fetched`` when it has arrived."""
     native = DSL_DTYPES[dtype]
+    alignment = min(max(alignment, dtype.itemsize), count * dtype.itemsize)
     fragment = cute.make_rmem_tensor(count, native)
-    cute.autovec_copy(
-        _view(native, address, count, min(alignment, count * dtype.itemsize)), fragment
-    )
-    return fragment
+    cute.autovec_copy(_view(native, address, count, alignment), fragment)
+    return fetched(fragment)
 
 
 def fetched(fragment: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from epicute.epilogues.policy import Policy
 from epicute.errors import ArgumentError, UnsupportedError, require
 from epicute.gemm.arguments import OperandSpec
 from epicute.gemm.explain import describe
+from epicute.gemm.fitting import compile_fitting
 from epicute.gemm.schedule import Schedule
 from epicute.gemm.spec import GemmKernel, kernel_for
 from epicute.jit import ObjectCache, Report, Target, compile
@@ -88,7 +89,11 @@ def plan(
         expected_m=expected_m,
         accumulate=accumulate,
     )
-    found = Plan(kernel, compile(kernel, cache=cache))
+    if schedule is None:
+        kernel, compiled = compile_fitting(kernel, cache=cache)
+    else:
+        compiled = compile(kernel, cache=cache)
+    found = Plan(kernel, compiled)
     if packed.device.type == "cuda":
         found.load(packed)
     return found
@@ -110,7 +115,7 @@ class Plan:
         self._composition = spec.resolved.composition
         self._problem = spec.problem
         self._tile = spec.schedule.tile_m * spec.schedule.cluster_m
-        self._n_tiles = -(-spec.problem.rows // spec.schedule.tile_n)
+        self._n_tiles = -(-spec.problem.rows // spec.schedule.tile_n) // spec.schedule.cluster_n
         self._itemsize = spec.problem.dtype.itemsize
         self._row_bytes = spec.problem.depth * self._itemsize
         self._readers = [(s.name, _reader(s)) for s in spec.layout.operands]
@@ -227,7 +232,7 @@ class Plan:
             "plan with target=Target.detect(device)",
             UnsupportedError,
         )
-        clusters = properties.multi_processor_count // self.schedule.cluster_m
+        clusters = properties.multi_processor_count // self.schedule.cluster
         self._clusters[device.index] = clusters
         return clusters
 

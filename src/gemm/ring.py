@@ -49,9 +49,14 @@ class Ring:
     """A warpgroup's ring, as its threads see it."""
 
     def __init__(
-        self, layout: ArgumentLayout, names: tuple[str, ...], atoms: tuple[Any, ...], slots: int
+        self,
+        layout: ArgumentLayout,
+        names: tuple[str, ...],
+        atoms: tuple[Any, ...],
+        slots: int,
+        sharers: int,
     ) -> None:
-        self.layout, self.names, self.slots = layout, names, slots
+        self.layout, self.names, self.slots, self.sharers = layout, names, slots, sharers
         self._atoms = dict(zip(names, zip(atoms[0::2], atoms[1::2], strict=True), strict=True))
 
     def open(self, memory: Any, thread: Any) -> None:
@@ -102,7 +107,8 @@ class Ring:
             cute.group_modes(panel, 0, 2),
             cute.group_modes(cute.local_tile(tensor, SHAPE, (None, None)), 0, 2),
         )
-        at = target[None, m_tile * 2 + self.group, column // PANEL_COLUMNS]
+        row = m_tile * self.sharers + self.group % self.sharers
+        at = target[None, row, column // PANEL_COLUMNS]
         send_panel(self.warp, atom, source, at)
         self._next[0] = Int32(cutlass.select_(slot == self.slots - 1, Int32(0), slot + 1))
 

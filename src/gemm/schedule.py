@@ -6,7 +6,8 @@ memory is a tested sum, so that a schedule that does not fit is refused before a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import lcm
 
 import torch
 
@@ -14,7 +15,7 @@ from epicute.errors import ArgumentError, UnsupportedError, require
 from epicute.gemm.panels import ring_bytes
 from epicute.jit import Target
 
-__all__ = ["DTYPES", "Problem", "Schedule", "accumulation", "choose", "shared_memory"]
+__all__ = ["DTYPES", "Problem", "Schedule", "accumulation", "choose", "narrower", "shared_memory"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """Dtypes of A and B."""
@@ -56,8 +57,11 @@ class Schedule:
     """How the tiles are computed.
 
     Attributes:
-        tile_m: rows of A; tile_n: packed rows of B. cluster_m: CTAs of a cluster, along M. stages: of the pipeline.
+        tile_m: rows of A; tile_n: packed rows of B. cluster_m, cluster_n: CTAs of a cluster along M, which share B, and
+            along N, which share A. stages: of the pipeline.
         slots: panels of each consumer warpgroup's output ring (see ``panels``); 0 stores straight from registers.
+        pingpong: each consumer warpgroup has tiles of its own, and one's epilogue runs beside the other's mainloop;
+            otherwise both share every tile.
     """
 
     tile_m: int = 128
@@ -65,15 +69,36 @@ class Schedule:
     cluster_m: int = 2
     stages: int = 4
     slots: int = 0
+    cluster_n: int = 1
+    pingpong: bool = False
+
+    @property
+    def sharers(self) -> int:
+        """Consumer warpgroups that share a tile."""
+        return 1 if self.pingpong else 2
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 64 tile rows that a consumer warpgroup has."""
+        return self.tile_m // (64 * self.sharers)
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return self.cluster_m * self.cluster_n
 
     def check(self, problem: Problem, target: Target) -> None:
-        """Refuse a schedule that the problem or the target does not allow."""
+        """Refuse a schedule that the problem or the target does not allow.
+
+        Clusters of four are no part of it: an H200 does not hold 32 of them at once, and 2x2 and 4x1 took 1.5 to 1.9
+        times as long as 2x1.
+        """
         require(
-            self.tile_m in (128, 256),
+            self.tile_m in (64 * self.sharers, 128 * self.sharers),
             "Schedule.tile_m",
             self.tile_m,
-            "128 or 256 (64 or 128 rows for each of two consumer warpgroups)",
-            "use 128",
+            f"{64 * self.sharers} or {128 * self.sharers} (64 or 128 rows for each consumer warpgroup)",
+            f"use {64 * self.sharers}",
         )
         require(
             self.tile_n % 8 == 0 and 8 <= self.tile_n <= 256,
@@ -90,31 +115,39 @@ class Schedule:
             f"use {256 // problem.unit * problem.unit}",
         )
         require(
-            problem.accumulate == "fast" or (self.tile_m == 128 and self.tile_n % 16 == 0),
+            problem.accumulate == "fast" or (self.blocks == 1 and self.tile_n % 16 == 0),
             "Schedule",
             f"{self.tile_m}x{self.tile_n} with precise accumulation",
-            "128 rows and a multiple of 16 columns (both halves are added apart; 256 rows spill)",
-            "use 128x256, or accumulate='fast'",
+            f"{64 * self.sharers} rows and a multiple of 16 columns (both halves are added apart; more rows spill)",
+            f"use {64 * self.sharers}x256, or accumulate='fast'",
         )
         require(
-            self.tile_m * self.tile_n <= 128 * 256,
+            self.blocks * self.tile_n <= 256,
             "Schedule",
             f"{self.tile_m}x{self.tile_n}",
-            "at most 128x256 accumulators, 128 registers a thread",
+            f"at most {64 * self.sharers}x256 accumulators, 128 registers a thread",
             "narrow the tile",
         )
         require(
-            self.tile_m == 128 or problem.unit <= 64,
+            self.blocks == 1 or problem.unit <= 64,
             "Schedule.tile_m",
             f"{self.tile_m} with a unit of {problem.unit} columns",
-            "128 where a unit is wider than 64 columns (four rows of it spill)",
-            "use 128",
+            f"{64 * self.sharers} where a unit is wider than 64 columns (four rows of it spill)",
+            f"use {64 * self.sharers}",
         )
         require(
             self.cluster_m == 1 or (self.cluster_m == 2 and self.tile_n % 16 == 0),
             "Schedule.cluster_m",
             self.cluster_m,
             "1, or 2 where tile_n is a multiple of 16 (each CTA loads half of B)",
+            "use 1",
+        )
+        even = -(-problem.rows // self.tile_n) % 2 == 0
+        require(
+            self.cluster_n == 1 or (self.cluster_n == 2 and self.cluster_m == 1 and even),
+            "Schedule.cluster_n",
+            self.cluster_n,
+            "1, or 2 where cluster_m is 1 and the tiles along N are even in number",
             "use 1",
         )
         need = shared_memory(self, problem)
@@ -126,17 +159,17 @@ class Schedule:
             "use fewer stages or a smaller tile",
         )
         require(
-            self.slots == 0 or (2 <= self.slots <= 16 and self.tile_m == 128),
+            self.slots == 0 or (2 <= self.slots <= 16 and self.blocks == 1),
             "Schedule.slots",
             f"{self.slots} with tile_m {self.tile_m}",
-            "0, or 2 to 16 with tile_m 128",
+            f"0, or 2 to 16 with tile_m {64 * self.sharers}",
             "use 0",
         )
 
     def __str__(self) -> str:
         ring = f", output ring of {self.slots}" if self.slots else ""
-        tile = f"{self.tile_m}x{self.tile_n}"
-        return f"{tile}, cluster {self.cluster_m}x1, {self.stages} stages{ring}"
+        tile = f"{self.tile_m}x{self.tile_n}{' ping-pong' if self.pingpong else ''}"
+        return f"{tile}, cluster {self.cluster_m}x{self.cluster_n}, {self.stages} stages{ring}"
 
 
 def accumulation(dtype: torch.dtype, depth: int, asked: str | None) -> str:
@@ -205,18 +238,34 @@ def choose(problem: Problem, target: Target) -> Schedule:
     tile_n = min(widest, -(-problem.rows // problem.unit) * problem.unit)
     few = problem.expected_m is not None and problem.expected_m <= 128
     cluster = 1 if few or tile_n % 16 else 2
-    for stages in range(DEEPEST, 2, -1):
-        schedule = Schedule(128, tile_n, cluster, stages)
-        if shared_memory(schedule, problem) <= target.smem_per_block:
-            return schedule
-    shallowest = Schedule(128, tile_n, cluster, 2)
-    need = shared_memory(shallowest, problem)
+    found = _deepest(Schedule(128, tile_n, cluster), problem, target)
+    need = shared_memory(found, problem)
     require(
         need <= target.smem_per_block,
         "composition",
-        f"{staged_bytes(shallowest, problem)} bytes of operands to stage ({need} in all)",
+        f"{staged_bytes(found, problem)} bytes of operands to stage ({need} in all)",
         f"at most {target.smem_per_block} bytes of shared memory",
         "merge vector operands, or split the composition",
         UnsupportedError,
     )
-    return shallowest
+    return found
+
+
+def _deepest(schedule: Schedule, problem: Problem, target: Target) -> Schedule:
+    """With as many stages as fit, ``DEEPEST`` at most and two at least."""
+    for stages in range(DEEPEST, 2, -1):
+        found = replace(schedule, stages=stages)
+        if shared_memory(found, problem) <= target.smem_per_block:
+            return found
+    return replace(schedule, stages=2)
+
+
+def narrower(schedule: Schedule, problem: Problem, target: Target) -> Schedule | None:
+    """The like of a schedule with the next narrower tile, which needs fewer registers; None where there is none."""
+    for step in (lcm(64, problem.unit), problem.unit):
+        tile_n = (schedule.tile_n - 1) // step * step
+        if tile_n:
+            cluster = schedule.cluster_m if tile_n % 16 == 0 else 1
+            found = replace(schedule, tile_n=tile_n, cluster_m=cluster, cluster_n=1)
+            return _deepest(found, problem, target)
+    return None

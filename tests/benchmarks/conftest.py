@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks is no installed
 import epicute
 from benchmarks.data import Layer
 from benchmarks.harness import Options
+from benchmarks.power import Reading
 from benchmarks.provenance import Provenance
-from benchmarks.timing import Run, Slice
+from benchmarks.timing import Run, Sample, Slice
 from epicute.gemm.schedule import accumulation
 from epicute.models.shapes import LayerShape
 
@@ -43,10 +45,14 @@ class CpuPlan:
 
 
 class CountingTimer:
-    """Runs every copy once, then takes as many µs per call as candidates were prepared before."""
+    """Runs every copy once, then takes as many µs per call as candidates were prepared before.
+
+    ``reading`` is what the sensors say of the first candidate; clocks fall by 1 MHz with each.
+    """
 
     def __init__(self) -> None:
         self.prepared = 0
+        self.reading = Reading()
 
     def prepare(self, run: Run, copies: int, least_us: float) -> Slice:
         assert least_us > 0
@@ -54,7 +60,10 @@ class CountingTimer:
             run(copy)
         self.prepared += 1
         time = float(self.prepared)
-        return lambda: [time, 100 * time, time]
+        reading, clock = self.reading, self.reading.clock_mhz
+        if clock is not None:
+            reading = replace(reading, clock_mhz=clock - self.prepared + 1)
+        return lambda: Sample([time, 100 * time, time], reading)
 
 
 @pytest.fixture
@@ -73,8 +82,8 @@ def cpu_plan(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[CpuPlan]]:
 @pytest.fixture
 def layer() -> Callable[[str], Layer]:
     """A tiny layer by the projection's name, on the CPU, with two copies."""
-    options = Options(shapes=("tiny",), M=80, device="cpu", rounds=2, check_rows=9)
-    return lambda name: Layer(TINY, name, options, copies=2)
+    options = Options(shapes=("tiny",), device="cpu", rounds=2, check_rows=9)
+    return lambda name: Layer(TINY, name, 80, options, copies=2)
 
 
 @pytest.fixture

@@ -88,8 +88,8 @@ def test_the_clock_of_a_call() -> None:
 @pytest.mark.parametrize(("name", "weights"), [("plain", "bf16"), *calls.KINDS])
 def test_every_kind_has_its_operands(name: str, weights: str, cpu_plan: Any) -> None:
     plain = name == "plain"
-    options = Options(shapes=(), M=16, device="cpu", check_rows=1)
-    layer = Layer(calls.TINY, "o" if plain else name, options, copies=1)
+    options = Options(shapes=(), device="cpu", check_rows=1)
+    layer = Layer(calls.TINY, "o" if plain else name, 16, options, copies=1)
     text, composition, operands = calls._epilogue(layer, weights, plain)
     (packed,) = layer.packed(composition, weights)
     x = calls.activations(layer, weights)[0][0]

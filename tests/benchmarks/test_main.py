@@ -17,7 +17,8 @@ def test_everything_by_default() -> None:
     assert given.tables == [*TABLES]
     assert options_of(given, "gemm").shapes == ("1B", "8B", "70B", "405B")
     assert options_of(given, "epilogue").shapes == ("8B", "1B", "70B")
-    assert options_of(given, "gemm").M == 2048
+    assert {options_of(given, name).M for name in TABLES} == {(2048,)}
+    assert not any(options_of(given, name).shards for name in TABLES)
     assert {name: options_of(given, name).shapes for name in ("calls", "accuracy")} == {
         "calls": (),
         "accuracy": (),
@@ -29,7 +30,29 @@ def test_a_part_of_it() -> None:
     options = options_of(given, "gemm")
     assert given.tables == ["gemm"]
     assert (options.shapes, options.layers) == (("8B", "70B"), ("qkv",))
-    assert options.rounds < options_of(parse([]), "gemm").rounds
+    whole = options_of(parse([]), "gemm")
+    for quick, full in (
+        (options.rounds, whole.rounds),
+        (options.lead_us, whole.lead_us),
+        (options.slice_us, whole.slice_us),
+    ):
+        assert 0 < quick < full
+
+
+def test_more_rows_and_shards() -> None:
+    given = parse(["gemm", "epilogue", "--M", "64,2048", "--shards"])
+    assert options_of(given, "gemm").M == options_of(given, "epilogue").M == (64, 2048)
+    assert options_of(given, "gemm").shards
+    assert not options_of(given, "epilogue").shards
+
+
+@pytest.mark.parametrize("wrong", ["", "0", "64,-1", "64,2k", "64.5"])
+def test_what_is_no_count_of_rows_is_refused(
+    wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse([f"--M={wrong}"])
+    assert "not counts from 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
-"""Candidates beside each other: order, medians, and failures that stay their own."""
+"""Candidates beside each other: order, medians, sensors, and failures that stay their own."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise, permutations
 from pathlib import Path
+from random import Random
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,31 +15,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.check import Error, WrongResult, budget, checker, compare
-from benchmarks.harness import Options, Session, fill, rotated
-from benchmarks.provenance import Provenance
+from benchmarks.harness import Options, Session, fill, shuffled
+from benchmarks.power import Reading
+from benchmarks.provenance import ROOT, Provenance
 from benchmarks.table import Row, Table
-from benchmarks.timing import COLD_BYTES, CudaTimer, Run, Slice, copies_for
+from benchmarks.timing import COLD_BYTES, CudaTimer, Run, Sample, Slice, copies_for
 
 
 class ScriptedTimer:
-    """Slices return what each candidate's name is scripted to return, in turn."""
+    """Slices return what each candidate's name is scripted to return, in turn.
 
-    def __init__(self, script: dict[str, list[list[float] | Exception]]) -> None:
-        self.script = script
+    ``sensors`` are its readings, slice by slice; silent where not given.
+    """
+
+    def __init__(
+        self,
+        script: dict[str, list[list[float] | Exception]],
+        sensors: dict[str, list[Reading]] | None = None,
+    ) -> None:
+        self.script, self.sensors = script, sensors or {}
         self.order: list[str] = []
 
     def prepare(self, run: Run, copies: int, least_us: float) -> Slice:
         (name,) = run(0)
         script = iter(self.script[name])
+        sensors = iter(self.sensors.get(name, []))
 
-        def times() -> list[float]:
+        def sample() -> Sample:
             self.order.append(name)
             found = next(script)
             if isinstance(found, Exception):
                 raise found
-            return found
+            return Sample(found, next(sensors, Reading()))
 
-        return times
+        return sample
 
 
 def named(name: str) -> Callable[[], Run]:
@@ -46,14 +58,38 @@ def named(name: str) -> Callable[[], Run]:
 def test_rounds_interleave_and_the_first_is_dropped() -> None:
     steady: list[list[float] | Exception] = [[999.0], [1.0], [2.0, 2.0, 50.0], [3.0]]
     timer = ScriptedTimer({name: list(steady) for name in "abc"})
-    session = Session(timer, rounds=3)
+    session = Session(timer, rounds=3, text="8B qkv")
     for name in "abc":
         session.add(name, named(name))
     session.measure(copies=4, least_us=1.0)
-    assert "".join(timer.order) == "abcbcacababc"
+    rounds = [timer.order[start : start + 3] for start in range(0, 12, 3)]
+    assert rounds == [shuffled("abc", "8B qkv", turn) for turn in range(4)]
     assert session.times == {name: [1.0, 2.0, 3.0] for name in "abc"}
     row = session.row({}, "a", {"peer": "b", "never added": "x"}, 0.5)
     assert (row.ours_us, row.peers_us, row.failed) == (2.0, {"peer": 2.0}, {})
+
+
+def test_sensors_are_medians_of_the_rounds_that_count() -> None:
+    script: dict[str, list[list[float] | Exception]] = {
+        **{name: [[1.0]] * 4 for name in ("mine", "half", "mute")},
+        "lost": [[1.0], [1.0], MemoryError("gone")],
+    }
+    clocks = [Reading(clock) for clock in (1980.0, 1400.0, 1380.0, 1390.0)]
+    sensors = {
+        "mine": [Reading(clock.clock_mhz, 690.0) for clock in clocks],
+        "half": [Reading(), Reading(1500.0), Reading(), Reading(1600.0)],
+        "lost": clocks,
+    }
+    session = Session(ScriptedTimer(script, sensors), rounds=3)
+    for name in script:
+        session.add(name, named(name))
+    session.measure(copies=4, least_us=1.0)
+    row = session.row({}, "mine", {name: name for name in ("half", "mute", "lost")}, 0.0).json()
+    assert row["clocks_mhz"] == {"ours": 1390.0, "half": 1550.0}
+    assert row["watts"] == {"ours": 690.0}
+    assert {*row["peers_us"]} == {"half", "mute"}
+    mute = session.row({}, "mute", {}, 0.0).json()
+    assert not {"clocks_mhz", "watts"} & mute.keys()
 
 
 def test_a_failure_is_recorded_wherever_it_happens() -> None:
@@ -110,17 +146,59 @@ def test_copies_keep_the_cache_cold(call_bytes: int) -> None:
     assert copies == 4 or (copies - 2) * call_bytes < COLD_BYTES
 
 
-@given(st.lists(st.text(), unique=True), st.integers(0, 50))
-def test_rotation_keeps_everyone(names: list[str], turn: int) -> None:
-    found = rotated(names, turn)
+NAMES = st.lists(st.text(), unique=True, max_size=9)
+
+
+@given(NAMES, st.text(), st.integers(0, 50), st.randoms())
+def test_a_round_has_everyone_once_in_the_order_of_any_run(
+    names: list[str], text: str, turn: int, random: Random
+) -> None:
+    found = shuffled(names, text, turn)
     assert sorted(found) == sorted(names)
-    assert not names or found[0] == names[turn % len(names)]
+    random.shuffle(names)
+    assert shuffled(names, text, turn) == found
+    if names:
+        left = names[1:]
+        assert shuffled(left, text, turn) == [name for name in found if name in left]
+
+
+def test_an_order_is_the_same_in_another_process() -> None:
+    assert shuffled("abcdef", "8B qkv 2048×6144×4096", 3) == list("edcbfa")
+
+
+@given(st.lists(st.text(), unique=True, min_size=4, max_size=7), st.text())
+def test_rounds_differ_and_everyone_follows_everyone(names: list[str], text: str) -> None:
+    rounds = [tuple(shuffled(names, text, turn)) for turn in range(200)]
+    assert len(set(rounds)) > 20
+    assert {pair for found in rounds for pair in pairwise(found)} == {*permutations(names, 2)}
+    assert {found[0] for found in rounds} == {*names}
+    assert rounds != [tuple(shuffled(names, f"{text} other", turn)) for turn in range(200)]
+
+
+def test_a_case_has_orders_of_its_own(source: Provenance, tmp_path: Path) -> None:
+    texts = []
+
+    class Case:
+        case: ClassVar = {"shape": "8B", "layer": "qkv", "M": 2048, "N": 6144, "K": 4096}
+
+    def measure(case: Case, session: Session) -> list[Row]:
+        texts.append(session.text)
+        return [Row(case.case, 1.0, 0.0)]
+
+    table = Table("gemm", "paper", "protocol", "floor", source, tmp_path / "gemm.json")
+    fill(table, [Case()], measure, ScriptedTimer({}), rounds=1)
+    assert texts == ["8B qkv 2048×6144×4096"]
 
 
 def test_the_protocol_says_what_was_done() -> None:
     options = Options(shapes=("8B",))
-    assert "8 rounds of the median over a slice of 15 ms" in options.protocol
-    assert "3 rounds of the median over a slice of 4 ms" in options.shortened().protocol
+    said = "{} rounds of the median over a slice of {} ms, which begins after {} ms of"
+    assert said.format(5, 30, 60) in options.protocol
+    assert said.format(3, 6, 10) in options.shortened().protocol
+    page = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    assert "A slice is 60 ms" in page
+    assert "then 30 ms that are" in page
+    assert "over five rounds" in page
 
 
 def test_errors_by_norm_and_by_row() -> None:
@@ -163,6 +241,6 @@ def test_graphs_time_what_events_time() -> None:
     def run(copy: int) -> dict[str, torch.Tensor]:
         return {"out": torch.mm(a[copy], a[copy], out=out[copy])}
 
-    times = CudaTimer(slice_us=5000.0).prepare(run, copies, least_us=10.0)()
+    times = CudaTimer(slice_us=5000.0, lead_us=5000.0).prepare(run, copies, least_us=10.0)().times
     assert len(times) >= 2
     assert all(10.0 < time < 1000.0 for time in times)  # 17 GFLOP at 17 to 1700 TFLOP/s

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.harness import SHARDS
 from benchmarks.provenance import Provenance
 from benchmarks.table import CASE, Row, Table, geometric_mean, ratios, render, validate
 from epicute.errors import ArgumentError
@@ -82,6 +83,12 @@ BREAKS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "half a peer's error": lambda t: row_of(t).update(errors={"fa4": {"norm": 1e-3}}),
     "NaN peer's error": lambda t: row_of(t).update(errors={"fa4": ERROR | {"norm": math.nan}}),
     "failed and compared": lambda t: row_of(t).update(errors={"fa4": ERROR}, failed={"fa4": "why"}),
+    "a clock of nothing": lambda t: row_of(t).update(clocks_mhz={"ours": 0.0}),
+    "NaN power": lambda t: row_of(t).update(watts={"cublas-bf16": math.nan}),
+    "a clock of no candidate": lambda t: row_of(t).update(clocks_mhz={"fa4": 1400.0}),
+    "power of a failed kernel": lambda t: row_of(t).update(
+        ours_us=None, failed={"ours": "why"}, watts={"ours": 690.0}
+    ),
     "errors of no one": lambda t: row_of(t).update(ours_us=None, errors={}),
     "peers' errors alone": lambda t: row_of(t).update(
         ours_us=None, error=None, errors={"fa4": ERROR}
@@ -114,8 +121,23 @@ def test_a_row_of_errors_has_no_time() -> None:
     assert "µs" not in text
 
 
+def test_clocks_and_power_stand_by_candidate() -> None:
+    table = example()
+    clocks, watts = {"ours": 1395.0, "cublas-bf16": 1410.0}, {"cublas-bf16": 690.5}
+    row = Row({}, 10.0, 5.0, {"cublas-bf16": 11.0}, clocks_mhz=clocks, watts=watts).json()
+    assert (row["clocks_mhz"], row["watts"]) == (clocks, watts)
+    validate({**table, "rows": [row]})
+
+
+def test_every_shard_is_a_word_of_the_schema() -> None:
+    table = example()
+    for name, (n, k) in SHARDS.items():
+        row_of(table)["case"] = {"layer": name, "N": n, "K": k}
+        validate(table)
+
+
 def test_empty_fields_are_left_out() -> None:
-    assert not {"errors", "failed"} & Row({}, 1.0, 1.0).json().keys()
+    assert not {"errors", "failed", "clocks_mhz", "watts"} & Row({}, 1.0, 1.0).json().keys()
     row = Row({}, None, 0.0, error=ERROR, errors={"p": ERROR}, failed={"q": "why"}).json()
     assert (row["errors"], row["failed"]) == ({"p": ERROR}, {"q": "why"})
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,15 @@ import torch
 import epicute
 from benchmarks import epilogue, gemm
 from benchmarks.data import Layer, layers
-from benchmarks.harness import LAYERS, Options, Session
+from benchmarks.harness import LAYERS, SHARDS, Options, Session
+from benchmarks.power import Reading
 from benchmarks.projections import projection
 from benchmarks.provenance import Provenance
 from benchmarks.table import validate
 from benchmarks.timing import Timer
 
 MakeLayer = Callable[[str], Layer]
+MS = ((2048,), (64, 2048, 16384))
 
 
 def rows_of(table: Any, layer: Layer, timer: Timer, source: Provenance) -> list[dict[str, Any]]:
@@ -68,6 +71,29 @@ def test_epilogue(name: str, layer: MakeLayer, timer: Timer, source: Provenance)
         assert 1e-4 < row["error"]["norm"] < rounding
     assert rows[0]["case"]["composition"].startswith("Dequantize >> ")
     assert ("page" in rows[0]["case"]) == (name == "qkv")
+
+
+@pytest.mark.usefixtures("cpu_plan")
+@pytest.mark.parametrize("table", [gemm, epilogue])
+def test_sensors_reach_the_rows_of_every_candidate(
+    table: Any, layer: MakeLayer, timer: Any, source: Provenance
+) -> None:
+    timer.reading = Reading(1400.0, 690.0)
+    for row in rows_of(table, layer("o"), timer, source):
+        times = {"ours": row["ours_us"], **row["peers_us"]}
+        assert row["clocks_mhz"] == {name: 1401.0 - time for name, time in times.items()}
+        assert row["watts"] == dict.fromkeys(times, 690.0)
+
+
+@pytest.mark.usefixtures("cpu_plan")
+@pytest.mark.parametrize("reading", [Reading(), Reading(clock_mhz=1400.0), Reading(watts=690.0)])
+def test_a_silent_sensor_leaves_its_field_out(
+    reading: Reading, layer: MakeLayer, timer: Any, source: Provenance
+) -> None:
+    timer.reading = reading
+    for row in rows_of(gemm, layer("o"), timer, source):
+        assert ("clocks_mhz" in row) == (reading.clock_mhz is not None)
+        assert ("watts" in row) == (reading.watts is not None)
 
 
 @pytest.mark.usefixtures("cpu_plan")
@@ -184,6 +210,43 @@ def test_layers_of_the_published_shapes() -> None:
     ]
     assert found["1B o 2048×2048×2048"].copies == 37
     assert found["405B gate_up 2048×106496×16384"].copies == 4
+
+
+def test_layers_at_several_rows_and_shards_last() -> None:
+    options = Options(("8B",), ("qkv", "o"), M=(64, 2048), shards=True, device="cpu")
+    found = list(layers(options))
+    assert [str(layer) for layer in found[:4]] == [
+        "8B qkv 64×6144×4096",
+        "8B qkv 2048×6144×4096",
+        "8B o 64×4096×4096",
+        "8B o 2048×4096×4096",
+    ]
+    shards = [(layer.name, layer.M, layer.N, layer.K) for layer in found[4:]]
+    assert shards == [(name, m, *size) for name, size in SHARDS.items() for m in (64, 2048)]
+    assert [*SHARDS.values()] == [(1280, 8192), (2304, 16384), (3584, 8192), (7168, 8192)]
+    assert str(found[4]) == "shard-1280x8192 64×1280×8192"
+    assert "shape" not in found[4].case
+
+
+@pytest.mark.usefixtures("cpu_plan")
+def test_a_shard_has_a_row_of_every_format(
+    monkeypatch: pytest.MonkeyPatch, timer: Timer, source: Provenance
+) -> None:
+    monkeypatch.setitem(SHARDS, "shard-1280x8192", (96, 128))
+    layer = Layer(None, "shard-1280x8192", 33, Options((), device="cpu", check_rows=9), copies=2)
+    rows = rows_of(gemm, layer, timer, source)
+    assert [row["case"]["weights"] for row in rows] == ["bf16", "fp8", "fp8"]
+    for row in rows:
+        assert "failed" not in row
+        assert (row["case"]["layer"], row["case"]["M"]) == ("shard-1280x8192", 33)
+
+
+@pytest.mark.parametrize("module", [gemm, epilogue])
+def test_a_kernel_is_compiled_once_for_every_M(module: Any) -> None:
+    options = Options(("1B",), device="cpu")
+    once, often = ({k.key.digest for k in module.kernels(replace(options, M=m))} for m in MS)
+    assert once == often
+    assert len(list(module.kernels(replace(options, M=MS[1])))) == len(once)
 
 
 def test_the_largest_case_fits_the_card() -> None:

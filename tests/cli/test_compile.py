@@ -14,11 +14,16 @@ import torch
 from epicute import gemm
 from epicute.cli import main
 from epicute.epilogues import Dequantize, Store
+from epicute.gemm import Problem
 from epicute.jit import CompileKey, Target, forget
 from tests.jit.tiny import trace
 
 EPILOGUE = ["--epilogue", "Dequantize() >> Store(bf16)"]
 SIZE = ["--n", "256", "--k", "512"]
+
+
+PROBLEM = Problem(columns=32, rows=32, depth=512, dtype=torch.bfloat16, unit=256)
+"""Of a unit that fits no narrower tile."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,8 @@ class Plan:
     tile_n: int = 256
     cluster_m: int = 2
     stages: int = 4
+    cluster_n: int = 1
+    pingpong: bool = False
 
     def __str__(self) -> str:
         return f"the plan {self.tile_m}, {self.tile_n}, {self.cluster_m}, {self.stages}"
@@ -52,7 +59,7 @@ class Kernel:
 
     @property
     def spec(self) -> SimpleNamespace:
-        return SimpleNamespace(schedule=self.plan)
+        return SimpleNamespace(schedule=self.plan, problem=PROBLEM)
 
     @cached_property
     def key(self) -> CompileKey:
@@ -100,6 +107,8 @@ def test_a_schedule_in_part(stand_in: StandIn) -> None:
     assert stand_in.asked[-1]["schedule"] == Plan(128, 192, 1, 5)
     assert main(["compile", *SIZE, *EPILOGUE, "--stages", "3"]) == 0
     assert stand_in.asked[-1]["schedule"] == Plan(stages=3)
+    assert main(["compile", *SIZE, *EPILOGUE, "--cluster", "1x2", "--pingpong"]) == 0
+    assert stand_in.asked[-1]["schedule"] == Plan(cluster_m=1, cluster_n=2, pingpong=True)
 
 
 @pytest.mark.compile
@@ -116,7 +125,7 @@ def test_spills_fail_unless_wanted(stand_in: StandIn, capsys: pytest.CaptureFixt
     ("options", "said"),
     [
         (["--tile", "128"], "128x256"),
-        (["--cluster", "1x2"], "along M"),
+        (["--cluster", "2"], "128x256"),
         (["--target", "sm_80"], "sm_90a"),
     ],
 )

@@ -62,16 +62,21 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 STYLES = ("half", "partial", "interleaved", "interleaved-partial")
 CELLS = {"none": None, "bf16": BF16, "fp16": FP16, "fp8": FP8}
 
-SCHEDULES: dict[str, tuple[int, int, int, int] | None] = {
+Tile = tuple[int, int, int, int, bool]
+
+SCHEDULES: dict[str, Tile | None] = {
     "chosen": None,
-    "128x256c1": (128, 256, 1, 0),
-    "128x192c2r4": (128, 192, 2, 4),
-    "128x160c1": (128, 160, 1, 0),
-    "128x128c2r2": (128, 128, 2, 2),
-    "128x64c1": (128, 64, 1, 0),
-    "256x128c2": (256, 128, 2, 0),
+    "128x256c1": (128, 256, 1, 0, False),
+    "128x192c2r4": (128, 192, 2, 4, False),
+    "128x160c1": (128, 160, 1, 0, False),
+    "128x128c2r2": (128, 128, 2, 2, False),
+    "128x64c1": (128, 64, 1, 0, False),
+    "256x128c2": (256, 128, 2, 0, False),
+    "64x256c2pp": (64, 256, 2, 0, True),
+    "64x192c1r2pp": (64, 192, 1, 2, True),
+    "128x128c2pp": (128, 128, 2, 0, True),
 }
-"""Tile, cluster, and slots of the output ring; the deepest pipeline that fits."""
+"""Tile, cluster along M, slots of the output ring, ping-pong; the deepest pipeline that fits."""
 
 Chain = Policy | Composition
 Build = Callable[[int, int], Chain]
@@ -114,13 +119,14 @@ class Skeleton:
         return resolve(compose(self.build(n, 576)), n).order.unit
 
     def allows(self, schedule: str, mode: str) -> bool:
-        """Whether its unit divides the tile, and the tile can be added as ``mode`` says."""
+        """Whether its unit divides the tile, the tile can be added as ``mode`` says, and it is not known to spill."""
         tile = SCHEDULES[schedule]
         if tile is None:
             return True
         precise = MODES[mode] == (FP8, None)
-        tall = tile[0] > 128 and (precise or self.unit > 64)
-        return tile[1] % self.unit == 0 and not tall
+        tall = tile[0] > (64 if tile[4] else 128)
+        refused = (tall and (precise or self.unit > 64)) or (tile[4] and self.unit > 128)
+        return tile[1] % self.unit == 0 and not refused
 
     def case(self, mode: str, width: int, k: int, schedule: str = "chosen") -> Case:
         """One kernel; ``mode`` of ``MODES``."""
@@ -148,7 +154,7 @@ class Case:
     n: int
     k: int
     dtype: torch.dtype
-    tile: tuple[int, int, int, int] | None = None
+    tile: Tile | None = None
     exact: bool = False
     dtypes: tuple[tuple[str, torch.dtype], ...] = ()
     alignments: tuple[tuple[str, int], ...] = ()
@@ -176,13 +182,15 @@ class Case:
         return self.name
 
 
-def deepest(problem: Problem, tile_m: int, tile_n: int, cluster: int, slots: int) -> Schedule:
+def deepest(
+    problem: Problem, tile_m: int, tile_n: int, cluster: int, slots: int, pingpong: bool = False
+) -> Schedule:
     """The tile with as many stages as fit, six at most."""
-    for stages in (6, 5, 4, 3):
-        schedule = Schedule(tile_m, tile_n, cluster, stages, slots)
+    for stages in (6, 5, 4, 3, 2):
+        schedule = Schedule(tile_m, tile_n, cluster, stages, slots, pingpong=pingpong)
         if shared_memory(schedule, problem) <= DEFAULT_TARGET.smem_per_block:
-            return schedule
-    return Schedule(tile_m, tile_n, cluster, 2, slots)
+            break
+    return schedule
 
 
 def rope(head_dim: int, style: str) -> RoPE:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import os
+import json
+import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from tests.gemm.compositions import Case
 
-__all__ = ["product_of", "run_in_turn"]
+__all__ = ["main", "run_in_turn"]
 
 
 def run_in_turn(
@@ -34,9 +33,14 @@ def run_in_turn(
     return found
 
 
-def product_of(cases: Sequence[Case], order: Sequence[str], folder: Path, results: Any) -> None:
-    """In a process of its own, with the cache in ``folder``; puts digests and origins into ``results``."""
-    os.environ["EPICUTE_CACHE_DIR"] = str(folder)
+def main() -> None:
+    """In a process of its own: run the shared cases in the order of the arguments; print digests and origins."""
+    from tests.gemm.test_gpu_safety import SHARED
+
     origins: list[str] = []
-    digests = run_in_turn(cases, order, origins)
-    results.put({"digests": digests, "origins": origins})
+    digests = run_in_turn(SHARED, sys.argv[1:], origins)
+    print(json.dumps({"digests": digests, "origins": origins}))
+
+
+if __name__ == "__main__":
+    main()

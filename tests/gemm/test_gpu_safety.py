@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -15,10 +15,12 @@ import epicute
 from epicute.epilogues import EmitFP8, ResidualAdd, Store, SumSquares, compose
 from epicute.errors import ArgumentError
 from epicute.testing import assert_equal_bits
+from tests.gemm import processes
 from tests.gemm.compositions import BF16, FP8, FP32, SKELETONS, Case, projection
 from tests.gemm.device import DEVICE, Output, bits, embed, integers, synchronize
 from tests.gemm.jobs import Job, pack, plan_of, weight_of
-from tests.gemm.processes import product_of, run_in_turn
+from tests.gemm.processes import run_in_turn
+from tests.jit.processes import finish, start
 
 pytestmark = pytest.mark.gpu
 
@@ -28,10 +30,10 @@ NARROW = Case("ge16-odd", ADD, 100, 576, BF16, exact=True)
 LOOSE = Case(
     "ge16-loose", ADD, 192, 576, BF16, exact=True, alignments=(("out", 2), ("residual", 2))
 )
-RING = replace(STRIDED, name="ge16-ring", tile=(128, 192, 2, 4))
+RING = replace(STRIDED, name="ge16-ring", tile=(128, 192, 2, 4, False))
 LARGE = Case("ge18", ResidualAdd() >> SumSquares() >> Store(BF16), 8192, 64, BF16)
 LARGER = Case("ge18-fp8", compose(EmitFP8()), 8192, 64, BF16)
-LARGEST = replace(LARGER, name="ge18-ring", tile=(128, 256, 2, 4))
+LARGEST = replace(LARGER, name="ge18-ring", tile=(128, 256, 2, 4, False))
 TALL = Case("kv16", compose(Store(BF16)), 8, 8, BF16)
 STABLE = [
     projection("qkv", "SmolLM2", "fp8"),
@@ -150,12 +152,12 @@ def test_ge_18_more_than_2_to_the_31_elements() -> None:
     for output in (out, sums):
         output.assert_intact()
     codes = job.packed.unpack().codes.float()
-    for start in range(0, rows, 32768):
-        some = slice(start, start + 32768)
+    for first in range(0, rows, 32768):
+        some = slice(first, first + 32768)
         wanted = (job.x[some].float() @ codes.T + residual[some].float()).to(BF16)
-        assert torch.equal(bits(out.tensor[some]), bits(wanted)), f"rows from {start}"
+        assert torch.equal(bits(out.tensor[some]), bits(wanted)), f"rows from {first}"
         squares = wanted.float().square().reshape(-1, 128, 64).sum(2)  # whole numbers: any order
-        assert torch.equal(sums.tensor[some], squares), f"sums of rows from {start}"
+        assert torch.equal(sums.tensor[some], squares), f"sums of rows from {first}"
 
 
 @pytest.mark.parametrize("case", [LARGER, LARGEST], ids=str)
@@ -171,11 +173,11 @@ def test_ge_18_more_than_2_to_the_32_elements(case: Case) -> None:
     out.assert_intact()
     codes = job.packed.unpack().codes.float()
     largest = torch.zeros((), device=DEVICE)
-    for start in range(0, rows, 65536):
-        acc = x[start : start + 65536].float() @ codes.T
+    for first in range(0, rows, 65536):
+        acc = x[first : first + 65536].float() @ codes.T
         largest = torch.maximum(largest, acc.abs().max())
         wanted = (acc * 0.5).to(FP8)
-        assert torch.equal(bits(out.tensor[start : start + 65536]), bits(wanted)), start
+        assert torch.equal(bits(out.tensor[first : first + 65536]), bits(wanted)), first
     assert float(given["amax"]) == float(largest)
     assert int(given["saturated"]) == int(given["nans"]) == 5
 
@@ -281,19 +283,13 @@ def test_tiles_of_a_neighbour_are_left_alone() -> None:
 def test_jc_05_two_processes_share_a_cold_cache(tmp_path: Path) -> None:
     """Both start with nothing, compile or wait, load, and give the same bits."""
     folder = tmp_path / "cache"
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
     names = [case.name for case in SHARED]
+    script = Path(processes.__file__)
     workers = [
-        context.Process(target=product_of, args=(SHARED, order, folder, results))
+        start(script, *order, folder=tmp_path, EPICUTE_CACHE_DIR=str(folder))
         for order in (names, names[::-1])
     ]
-    for worker in workers:
-        worker.start()
-    found = [results.get(timeout=240) for _ in workers]
-    for worker in workers:
-        worker.join(60)
-        assert worker.exitcode == 0
+    found = [json.loads(finish(worker, 240.0).splitlines()[-1]) for worker in workers]
     assert found[0]["digests"] == found[1]["digests"]
     here = run_in_turn(SHARED, names)
     assert found[0]["digests"] == here

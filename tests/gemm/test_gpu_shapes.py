@@ -71,7 +71,7 @@ SCALED = [
         2048,
         FP8,
         tile,
-        accumulate="fast" if tile and tile[0] > 128 else None,
+        accumulate="fast" if tile and tile[0] > (64 if tile[4] else 128) else None,
     )
     for n in (16, 64, 256)
     for schedule, tile in SCHEDULES.items()
@@ -84,7 +84,7 @@ TAILS = [
     Case(f"ge03-{n}", Dequantize("row") >> Store(BF16), n, k, FP8, exact=True)
     for n, k in ((2048, 2048), (1536, 4096), (1544, 4096))
 ]
-ALONE = replace(PUBLISHED["1B.o-fp8"], name="1B.o-fp8-alone", tile=(128, 256, 1, 0))
+ALONE = replace(PUBLISHED["1B.o-fp8"], name="1B.o-fp8-alone", tile=(128, 256, 1, 0, False))
 CASES = [
     ALONE,
     *PUBLISHED.values(),

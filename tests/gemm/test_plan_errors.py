@@ -236,7 +236,9 @@ def no_compiler(*arguments: Any, **options: Any) -> None:
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reaching the compiler fails the test."""
-    monkeypatch.setattr(importlib.import_module("epicute.gemm.plan"), "compile", no_compiler)
+    for module in ("plan", "fitting"):
+        found = importlib.import_module(f"epicute.gemm.{module}")
+        monkeypatch.setattr(found, "compile", no_compiler)
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from epicute.epilogues import Bias, Store, compose
 from epicute.errors import ArgumentError, UnsupportedError
 from epicute.gemm import Problem, Schedule, choose, kernel_for, shared_memory
-from epicute.gemm.schedule import DTYPES, staged_bytes
+from epicute.gemm.schedule import DTYPES, narrower, staged_bytes
 from epicute.jit import Target
 from tests.gemm.compositions import DTYPES as FORMATS
 from tests.gemm.compositions import SKELETONS, projection
@@ -113,14 +114,19 @@ def test_the_published_default() -> None:
     ("change", "argument", "expected"),
     [
         ({"tile_m": 64}, "Schedule.tile_m", "128 or 256"),
+        ({"tile_m": 256, "pingpong": True}, "Schedule.tile_m", "64 or 128"),
+        ({"tile_m": 128, "pingpong": True}, "Schedule", "at most 64x256"),
         ({"tile_m": 192}, "Schedule.tile_m", "128 or 256"),
         ({"tile_n": 0}, "Schedule.tile_n", "multiple of 8"),
         ({"tile_n": 100}, "Schedule.tile_n", "multiple of 8"),
         ({"tile_n": 288}, "Schedule.tile_n", "up to 256"),
         ({"tile_n": 40}, "Schedule.tile_n", "unit, 32"),
         ({"tile_m": 256, "tile_n": 256}, "Schedule", "at most 128x256"),
-        ({"cluster_m": 4}, "Schedule.cluster_m", "1, or 2"),
+        ({"cluster_m": 3}, "Schedule.cluster_m", "1, or 2"),
         ({"cluster_m": 0}, "Schedule.cluster_m", "1, or 2"),
+        ({"cluster_n": 3}, "Schedule.cluster_n", "1, or 2"),
+        ({"cluster_n": 2}, "Schedule.cluster_n", "where cluster_m is 1"),
+        ({"cluster_m": 1, "cluster_n": 2, "rows": 768}, "Schedule.cluster_n", "even in number"),
         ({"stages": 1}, "Schedule.stages", "at least 2"),
         ({"stages": 5}, "Schedule.stages", "at most 232448 bytes"),
         ({"stages": 4, "slots": 5}, "Schedule.stages", "at most 232448 bytes"),
@@ -131,11 +137,12 @@ def test_the_published_default() -> None:
     ],
 )
 def test_illegal_schedules_are_refused_by_name(
-    change: dict[str, int], argument: str, expected: str
+    change: dict[str, Any], argument: str, expected: str
 ) -> None:
+    rows = change.pop("rows", PLAIN.rows)
     schedule = replace(Schedule(), **change)
     with pytest.raises(ArgumentError, match=expected) as error:
-        schedule.check(PLAIN, HOPPER)
+        schedule.check(replace(PLAIN, rows=rows, columns=rows), HOPPER)
     assert str(error.value).startswith(f"{argument}: got ")
     assert "Fix: " in str(error.value)
 
@@ -160,6 +167,17 @@ def test_half_a_tile_must_be_a_wgmma_where_halves_are_added_apart() -> None:
 def test_tall_tiles_take_narrow_units() -> None:
     with pytest.raises(ArgumentError, match=r"Schedule.tile_m: got 256 with a unit of 128"):
         Schedule(256, 128, 1, 4).check(replace(PLAIN, unit=128), HOPPER)
+
+
+@given(problems())
+def test_narrower_tiles_are_legal_and_end(problem: Problem) -> None:
+    schedule, seen = choose(problem, HOPPER), []
+    while schedule is not None:
+        schedule.check(problem, HOPPER)
+        seen.append(schedule.tile_n)
+        schedule = narrower(schedule, problem, HOPPER)
+    assert seen == sorted(set(seen), reverse=True)
+    assert seen[-1] == problem.unit
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ def start(
     **variables: str | None,
 ) -> subprocess.Popen[str]:
     """Start Python on a file, or on code given with -c, in ``folder``; a variable None is unset."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
     for name, value in variables.items():
         env.pop(name, None)
         if value is not None:

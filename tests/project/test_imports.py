@@ -18,6 +18,8 @@ DSL_ONLY = {
     "epicute.gemm.memory": "loads and stores on DSL addresses",
     "epicute.gemm.ring": "moves panels from registers to TMA",
     "epicute.gemm.staging": "fills shared memory while tracing",
+    "epicute.gemm.streams": "loads and reads boxes while tracing",
+    "epicute.gemm.work": "puts stores off while tracing",
 }
 
 # The DSL, and hosts or readers that come with an extra: whoever needs one imports it when used.

@@ -1,0 +1,107 @@
+"""How a matrix operand comes through the pipeline.
+
+Behind the K tiles of A and B, a tile's part of the operand arrives in boxes of ``tile_m`` rows by 128 bytes, swizzled
+as A is, a few boxes to a stage:
+
+    stages    | A B | A B | … | A B | boxes 0, 1 | boxes 2, 3 | A B of the next tile …
+    epilogue                        | unit 0 … 1 | unit 2 … 3 |
+
+so that it is on its way during the multiplication, waits in shared memory, and costs no registers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from epicute.epilogues.operands import Matrix
+from epicute.epilogues.resolve import Resolved
+from epicute.gemm.arguments import VECTOR, ArgumentLayout
+from epicute.gemm.schedule import Schedule
+
+__all__ = ["BOX_BYTES", "StreamPlan", "stream_plan"]
+
+BOX_BYTES = 128
+"""Bytes of a box's rows: the width of the swizzle."""
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """A matrix operand in boxes.
+
+    Attributes:
+        name, dtype: of the operand. width: bytes of a unit's columns. units: of a tile.
+        capacity: boxes that a stage holds: one in place of A, the others in place of B.
+    """
+
+    name: str
+    dtype: torch.dtype
+    width: int
+    units: int
+    capacity: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def boxes(self) -> int:
+        """Boxes of a tile."""
+        return self.width * self.units // BOX_BYTES
+
+    @property
+    def stages(self) -> int:
+        """Stages of a tile."""
+        return -(-self.boxes // self.capacity)
+
+    @property
+    def share(self) -> int:
+        """Boxes of each stage but the last."""
+        return -(-self.boxes // self.stages)
+
+    def boxes_of(self, stage: int) -> range:
+        """Boxes of a stage."""
+        return range(self.share * stage, min(self.share * (stage + 1), self.boxes))
+
+    def first_unit(self, stage: int) -> int:
+        """The first unit that reads of the stage."""
+        return self.boxes_of(stage)[0] * BOX_BYTES // self.width
+
+    def last_unit(self, stage: int) -> int:
+        """The last unit that reads of the stage."""
+        return (self.boxes_of(stage)[-1] * BOX_BYTES + BOX_BYTES - 1) // self.width
+
+    def place(self, byte: int) -> tuple[int, int, int]:
+        """(stage, box in the stage, byte in its row) of a byte of a tile's row."""
+        box, rest = divmod(byte, BOX_BYTES)
+        stage, within = divmod(box, self.share)
+        return stage, within, rest
+
+
+def stream_plan(
+    resolved: Resolved, layout: ArgumentLayout, schedule: Schedule
+) -> StreamPlan | None:
+    """The first matrix operand that can be streamed; None where none can, or none is read.
+
+    Its columns must be those of the packed order, in whole boxes for each tile, and its rows begin at multiples of 16
+    bytes. Others are loaded by the epilogue itself.
+    """
+    if len(resolved.ranges) > 1:
+        return None
+    units = schedule.tile_n // resolved.order.unit
+    for step in resolved.ranges[0].steps:
+        domain = step.domain
+        if step.split or domain.halves or step.first_column:
+            continue
+        for local, kind in step.policy.operands.items():
+            spec = layout[step.names[local]]
+            size = spec.dtype.itemsize
+            width = domain.unit * size
+            whole = width * units % BOX_BYTES == 0
+            lanes = all(BOX_BYTES % (4 * n * size) == 0 for _, n in domain.groups)
+            if isinstance(kind, Matrix) and whole and lanes and spec.alignment % VECTOR == 0:
+                capacity = 1 + schedule.tile_n // schedule.tile_m
+                return StreamPlan(spec.name, spec.dtype, width, units, capacity)
+    return None

@@ -1,0 +1,110 @@
+"""A streamed operand's boxes cover its tile once, and every unit finds its columns among the stages it may read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from epicute.epilogues import Bias, Columns, ResidualAdd, Store, SwiGLU, compose
+from epicute.epilogues.resolve import resolve
+from epicute.gemm import Schedule
+from epicute.gemm.arguments import ArgumentLayout
+from epicute.gemm.stream_plan import BOX_BYTES, StreamPlan, stream_plan
+
+BF16, FP32 = torch.bfloat16, torch.float32
+DEFAULT = Schedule()
+
+plans = st.builds(
+    StreamPlan,
+    name=st.just("residual"),
+    dtype=st.sampled_from((BF16, torch.float16, FP32)),
+    width=st.sampled_from((64, 96, 128, 160, 192, 256, 320, 512, 1024)),
+    units=st.integers(1, 8),
+    capacity=st.integers(1, 5),
+)
+
+
+@given(plans)
+def test_every_byte_of_a_row_has_one_place(plan: StreamPlan) -> None:
+    assume(plan.width * plan.units % BOX_BYTES == 0)
+    places = [plan.place(byte) for byte in range(plan.width * plan.units)]
+    assert len(set(places)) == len(places)
+    assert {(s, w) for s, w, _ in places} == {
+        (s, w) for s in range(plan.stages) for w in range(len(plan.boxes_of(s)))
+    }
+    assert sum(len(plan.boxes_of(s)) for s in range(plan.stages)) == plan.boxes
+    assert all(1 <= len(plan.boxes_of(s)) <= plan.capacity for s in range(plan.stages))
+
+
+@given(plans)
+def test_units_read_between_arrival_and_departure(plan: StreamPlan) -> None:
+    assume(plan.width * plan.units % BOX_BYTES == 0)
+    for unit in range(plan.units):
+        for byte in range(unit * plan.width, (unit + 1) * plan.width):
+            stage, _, _ = plan.place(byte)
+            assert plan.first_unit(stage) <= unit <= plan.last_unit(stage)
+    firsts = [plan.first_unit(stage) for stage in range(plan.stages)]
+    lasts = [plan.last_unit(stage) for stage in range(plan.stages)]
+    assert firsts == sorted(firsts)
+    assert lasts == sorted(lasts)
+    assert lasts[-1] == plan.units - 1
+
+
+def plan_of(chain: object, n: int, schedule: Schedule = DEFAULT, **layout: object) -> StreamPlan:
+    """The plan of a composition that has one."""
+    found = maybe(chain, n, schedule, **layout)
+    assert found is not None
+    return found
+
+
+def maybe(chain: object, n: int, schedule: Schedule = DEFAULT, **layout: object):
+    composition = compose(chain)
+    resolved = resolve(composition, n)
+    return stream_plan(resolved, ArgumentLayout.of(resolved, **layout), schedule)
+
+
+def test_a_residual_comes_behind_the_k_tiles() -> None:
+    plan = plan_of(ResidualAdd() >> Store(BF16), 4096)
+    assert (plan.name, plan.boxes, plan.stages) == ("residual", 4, 2)
+    assert [list(plan.boxes_of(s)) for s in range(2)] == [[0, 1], [2, 3]]
+    fp32 = plan_of(ResidualAdd() >> Store(BF16), 4096, dtypes={"residual": FP32}, alignments=None)
+    assert (fp32.boxes, fp32.stages) == (8, 3)
+    tall = plan_of(ResidualAdd() >> Store(BF16), 4096, Schedule(256, 128))
+    assert (tall.boxes, tall.capacity) == (2, 1)
+    small = plan_of(ResidualAdd() >> Store(BF16), 4096, Schedule(64, 256, pingpong=True))
+    assert (small.boxes, small.capacity, small.stages) == (4, 5, 1)
+
+
+def test_behind_a_pair_it_has_the_pairs_columns() -> None:
+    plan = plan_of(SwiGLU() >> ResidualAdd() >> Store(BF16), 4096)
+    assert plan.boxes == 2
+
+
+@pytest.mark.parametrize(
+    ("chain", "n", "layout"),
+    [
+        (Bias() >> Store(BF16), 4096, {}),
+        (ResidualAdd() >> SwiGLU() >> Store(BF16), 4096, {}),
+        (ResidualAdd() >> Store(BF16), 4096, {"alignments": {"residual": 2}}),
+        (
+            Columns(a=(2048, ResidualAdd() >> Store(BF16)), b=(2048, ResidualAdd() >> Store(BF16))),
+            4096,
+            {},
+        ),
+    ],
+    ids=["none", "halves", "unaligned", "ranges"],
+)
+def test_what_is_not_streamed(chain: object, n: int, layout: dict[str, object]) -> None:
+    assert maybe(chain, n, **layout) is None
+
+
+def test_narrow_units_share_a_box() -> None:
+    plan = plan_of(ResidualAdd() >> Store(BF16), 4096)
+    assert plan.width == 64
+    shared = replace(plan, capacity=1)
+    assert [shared.first_unit(s) for s in range(4)] == [0, 2, 4, 6]
+    assert [shared.last_unit(s) for s in range(4)] == [1, 3, 5, 7]
