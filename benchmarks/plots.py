@@ -85,7 +85,8 @@ def draw(table: Mapping[str, Any], path: Path) -> None:
         axes.set_yticks(middle, labels, fontsize=6)
         axes.margins(y=0.01)
         axes.invert_yaxis()
-        if not shown.endswith("%") and rows:
+        measured = any(value is not None for values in found.values() for value in values)
+        if not shown.endswith("%") and measured:
             axes.set_xscale("log")
         axes.set_xlabel(shown)
         head = f"{table['table']}, {table['device']}, torch {table['torch']}, dsl {table['dsl']}"

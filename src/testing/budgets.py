@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from epicute.errors import require
+from epicute.testing.poison import raw_bytes
 
 __all__ = [
     "EXACT",
@@ -247,8 +248,7 @@ def assert_equal_bits(out: torch.Tensor, ref: torch.Tensor, name: str = "out") -
     )
 
     def raw(x: torch.Tensor) -> torch.Tensor:
-        flat = x.detach().cpu().contiguous().reshape(-1)
-        return flat.view(torch.uint8).reshape(-1, x.element_size())
+        return raw_bytes(x.detach().cpu().contiguous()).reshape(-1, x.element_size())
 
     differs = (raw(out) != raw(ref)).any(dim=1)
     if bool(differs.any()):

@@ -28,6 +28,7 @@ __all__ = [
     "assert_untouched",
     "guarded",
     "inputs_unchanged",
+    "raw_bytes",
 ]
 
 GUARD_BYTE = 0xA5
@@ -140,10 +141,16 @@ def assert_guards_intact(*outputs: Guarded) -> None:
             )
 
 
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor on the CPU; an empty one has strides that ``view`` refuses."""
+    flat = tensor.reshape(-1) if tensor.numel() else torch.empty(0, dtype=tensor.dtype)
+    return flat.view(torch.uint8)
+
+
 def _unwritten(output: Guarded) -> torch.Tensor:
     """Bool of the output's shape: every byte of the element is as poisoned."""
     host = output.tensor.detach().cpu().contiguous()
-    raw = host.reshape(-1).view(torch.uint8).reshape(-1, host.element_size())
+    raw = raw_bytes(host).reshape(-1, host.element_size())
     return (raw == _pattern(raw.shape[1])).all(dim=1).reshape(host.shape)
 
 
@@ -177,7 +184,7 @@ def assert_untouched(output: Guarded, where: torch.Tensor) -> None:
 
 def _digest(x: Any) -> str:
     tensor = torch.as_tensor(x).detach().cpu().contiguous()
-    return hashlib.blake2b(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.blake2b(raw_bytes(tensor).numpy().tobytes()).hexdigest()
 
 
 @contextmanager

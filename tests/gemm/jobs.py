@@ -64,7 +64,7 @@ def weight_of(case: Case) -> Packed:
 @cache
 def plan_of(case: Case) -> Plan:
     """The case's plan; from the object cache, which the session filled before."""
-    schedule = case.kernel().spec.schedule
+    schedule = None if case.tile is None else case.kernel().spec.schedule
     return epicute.plan(case.composition, weight_of(case), schedule=schedule, **case.options)
 
 

@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epicute.errors import ArgumentError
+from epicute.testing.budgets import assert_equal_bits
 from epicute.testing.poison import (
     assert_fully_written,
     assert_guards_intact,
     assert_untouched,
     guarded,
     inputs_unchanged,
+    raw_bytes,
 )
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
@@ -122,3 +124,12 @@ class TestInputs:
         with pytest.raises(ZeroDivisionError), inputs_unchanged(x=x):
             x += 1
             _ = 1 / 0
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float8_e4m3fn])
+def test_empty_tensors_of_any_stride_have_no_bytes(dtype: torch.dtype) -> None:
+    empty = torch.empty_strided((0,), (0,), dtype=dtype)
+    assert raw_bytes(empty).shape == (0,)
+    with inputs_unchanged(x=empty):
+        pass
+    assert_equal_bits(empty, torch.empty(0, dtype=dtype))
