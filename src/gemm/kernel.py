@@ -161,6 +161,7 @@ class HopperGemm:
             cluster=(self.cluster, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -180,6 +181,11 @@ class HopperGemm:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
+        # The next kernel may set itself up on SMs that are through; all of ours wait before they touch memory.
+        cute.arch.griddepcontrol_launch_dependents()
+        if warp == 0:
+            cpasync.prefetch_descriptor(a_atom)
+            cpasync.prefetch_descriptor(b_atom)
         shared = self._allocate(a_layout, b_layout)
         loads, staging = self._pipelines(shared)
         rows = self.tile_m * self.cluster_m
@@ -187,6 +193,7 @@ class HopperGemm:
         first, step = block // self.cluster, Int32(arguments[3])
         count = (tiles_m * (self.n_tiles // self.cluster_n) - first + step - 1) // step
         walk = Walk(block % self.cluster, first, step, tiles_m, count)
+        cute.arch.griddepcontrol_wait()
 
         if warp == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)

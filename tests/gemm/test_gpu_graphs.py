@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import epicute
+from epicute.epilogues import Dequantize, EmitFP8, ResidualAdd, Store
 from epicute.errors import CompileError
 from epicute.jit import forget
 from epicute.testing import assert_equal_bits
-from tests.gemm.compositions import SKELETONS, Case, projection
+from tests.gemm.compositions import FP8, SKELETONS, Case, projection
 from tests.gemm.device import DEVICE, POISON, Output, bits, integers
 from tests.gemm.jobs import PAGE_SIZE, ROWS, Job, pack, plan_of
 
@@ -28,7 +29,14 @@ DOWN = projection("down", "SmolLM2", "bf16")
 CELLS8 = SKELETONS["qkv.64.half.fp8"].case("bf16", 24, 576)
 PLAIN = SKELETONS["store.bf16"].case("bf16", 200, 576)
 LAYERS = [QKV, GATE_UP, DOWN, CELLS8]
-CASES = [*LAYERS, PLAIN]
+SQUARE = [
+    Case("chain-bf16", ResidualAdd() >> Store(torch.bfloat16), 576, 576, torch.bfloat16),
+    Case("chain-pp", Store(torch.bfloat16), 576, 576, torch.bfloat16, (64, 192, 1, 2, True)),
+    Case("chain-fp8", Dequantize() >> ResidualAdd() >> EmitFP8(), 576, 576, FP8),
+]
+"""From K to K columns, so that one launch reads what the last has written."""
+
+CASES = [*LAYERS, PLAIN, *SQUARE]
 COLD = SKELETONS["store.fp16"].case("bf16", 24, 584)
 """Not among ``CASES``: nobody has compiled it when its test starts."""
 
@@ -306,3 +314,60 @@ def test_cg_08_a_graph_outlives_its_loaded_kernel() -> None:
     process.start()
     process.join(240)
     assert process.exitcode == 0
+
+
+def chained(case: Case, links: int, apart: bool) -> list[torch.Tensor]:
+    """Outputs of ``links`` launches, each reading the last one's output; every buffer is overwritten while its reader
+    may still run. ``apart``: each waits for the last."""
+    job = Job(case, 700)
+    plan, packed = plan_of(case), job.packed
+    out = next(name for name in job.outputs if name.startswith("out"))
+    given = {n: o.tensor for n, o in job.outputs.items() if n != out}
+    shape = (700, case.k)
+    buffers = [job.x, torch.zeros_like(job.x), torch.zeros_like(job.x)]
+    # Numbers that neither grow nor vanish: signed permutations of columns, halved where a residual is added.
+    order = torch.randperm(case.k, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    codes = torch.zeros(case.n, case.k, device=DEVICE)
+    codes[torch.arange(case.n, device=DEVICE), order] = (
+        1.0 if "residual" not in job.operands else 0.5
+    )
+    packed = pack(case, codes, torch.ones(case.n) if case.dtype == FP8 else None)
+    kept = []
+    for link in range(links):
+        x, target = buffers[link % 3], buffers[(link + 1) % 3]
+        assert x.shape == shape
+        operands = dict(job.operands)
+        if "residual" in operands:
+            operands["residual"] = (x.to(torch.float32) * 0.5).to(operands["residual"].dtype)
+        if "scale" in operands:
+            operands |= {"scale": torch.ones_like(operands["scale"])}
+            operands |= {"out_scale": torch.ones_like(operands["out_scale"])}
+        plan.run(x, packed, **operands, **given, **{out: target})
+        if apart:
+            torch.cuda.synchronize()
+        if link % 10 == 9:
+            kept.append(target.clone())
+    torch.cuda.synchronize()
+    return kept
+
+
+@pytest.mark.parametrize("case", SQUARE, ids=str)
+def test_dependent_launches_are_what_they_are_one_by_one(case: Case) -> None:
+    """A launch may start before the last has ended, and must not read or write before that."""
+    wanted, found = chained(case, 200, apart=True), chained(case, 200, apart=False)
+    assert any(bool(x.to(torch.float32).abs().max() > 0) for x in wanted)
+    for one, other in zip(wanted, found, strict=True):
+        assert_equal_bits(other.cpu(), one.cpu())
+
+
+@pytest.mark.parametrize("case", [GATE_UP, *SQUARE], ids=str)
+def test_ten_thousand_launches_give_the_same_bits(case: Case) -> None:
+    job = Job(case, 300)
+    wanted = eager(job)
+    differ = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for turn in range(10_000):
+        launch(job)
+        if turn % 10 == 9:  # comparing each would leave a gap between all launches
+            for name, value in wanted.items():
+                differ += (bits(job.outputs[name].tensor) != bits(value)).sum()
+    assert int(differ) == 0
