@@ -1,9 +1,10 @@
 """D = epilogue(A · Bᵀ): Hopper GEMM with composed epilogues."""
 
+from epicute.gemm.choice import choose, schedules
 from epicute.gemm.explain import explain
 from epicute.gemm.linear import linear
 from epicute.gemm.plan import Plan, align_rows, plan
-from epicute.gemm.schedule import Problem, Schedule, accumulation, choose, shared_memory
+from epicute.gemm.schedule import Problem, Schedule, accumulation, shared_memory
 from epicute.gemm.spec import GemmKernel, GemmSpec, kernel_for
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "kernel_for",
     "linear",
     "plan",
+    "schedules",
     "shared_memory",
 ]

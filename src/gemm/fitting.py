@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from epicute.gemm.schedule import narrower
+from epicute.gemm.choice import narrower
 from epicute.gemm.spec import GemmKernel
 from epicute.jit import Compiled, ObjectCache, compile
 

@@ -119,12 +119,10 @@ class Plan:
         self._itemsize = spec.problem.dtype.itemsize
         self._row_bytes = spec.problem.depth * self._itemsize
         self._readers = [(s.name, _reader(s)) for s in spec.layout.operands]
-        self._written = [(s.name, s.first) for s in spec.layout.operands if s.kind.written]
-        self._matrices = [
-            (s.name, s.first, int(s.shape[1]) * s.dtype.itemsize)
-            for s in spec.layout.operands
-            if s.kind.written and s.fields == ("address", "row_stride")
-        ]
+        written = [s for s in spec.layout.operands if s.kind.written]
+        rows = [s for s in written if s.fields == ("address", "row_stride")]
+        self._scattered = [(s.name, s.first) for s in written if s not in rows]
+        self._matrices = [(s.name, s.first, int(s.shape[1]) * s.dtype.itemsize) for s in rows]
         self._takes_scale = "weight_scale" in spec.resolved.kinds
         self._clusters: dict[int, int] = {}
         self._seen: WeakSet[Packed] = WeakSet()
@@ -196,19 +194,15 @@ class Plan:
             self._check_tensors(x, operands)
             raise
         last = first + (rows - 1) * stride + self._row_bytes
-        for name, index in self._written:
+        for name, index in self._scattered:
             if first <= found[index] < last:
-                raise _wrong(
-                    name, operands[name], "memory apart from x", "allocate it apart from x"
-                )
+                raise _overlapping(name, operands[name])
         for name, index, width in self._matrices:
             address, step = found[index], found[index + 1]
-            ends = address + (rows - 1) * step + width
-            beside = step == stride and width <= (first - address) % step <= step - self._row_bytes
-            if address < first < ends and not beside:
-                raise _wrong(
-                    name, operands[name], "memory apart from x", "allocate it apart from x"
-                )
+            if address < last and first < address + (rows - 1) * step + width:
+                column = (address - first) % stride
+                if step != stride or not self._row_bytes <= column <= stride - width:
+                    raise _overlapping(name, operands[name])
         return tuple(found) if rows else None
 
     def _admit(self, x: torch.Tensor) -> int:
@@ -297,6 +291,10 @@ class Plan:
 Reader = Callable[[torch.Tensor, int, list[int]], None]
 
 
+def _overlapping(name: str, given: torch.Tensor) -> ArgumentError:
+    return _wrong(name, given, "memory apart from x", "allocate it apart from x")
+
+
 def _wrong(name: str, given: Any, expected: str, fix: str) -> ArgumentError:
     got = type(given).__name__
     if isinstance(given, torch.Tensor):
@@ -379,6 +377,8 @@ def _cells_reader(spec: OperandSpec) -> Reader:
             fix = f"plan with alignments={{{name!r}: {size}}}"
             raise _wrong(name, given, f"cells at multiples of {mask + 1} bytes", fix)
         page_size = shape[1]
+        if shape[0] * page_size >= 2**31:
+            raise _wrong(name, given, "fewer than 2**31 slots", "split the pool")
         found += (address, page, token, head, page_size, shape[0] * page_size)
 
     return read

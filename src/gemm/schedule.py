@@ -1,4 +1,4 @@
-"""What is compiled for a problem: tile, cluster and stages, chosen by a pure function.
+"""What is compiled for a problem: tile, cluster and stages.
 
 A tile is ``tile_m`` rows of A by ``tile_n`` packed rows of B; each pipeline stage holds 128 bytes of K of both. Shared
 memory is a tested sum, so that a schedule that does not fit is refused before anything is traced.
@@ -6,25 +6,21 @@ memory is a tested sum, so that a schedule that does not fit is refused before a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from math import lcm
+from dataclasses import dataclass
 
 import torch
 
-from epicute.errors import ArgumentError, UnsupportedError, require
+from epicute.errors import require
 from epicute.gemm.panels import ring_bytes
 from epicute.jit import Target
 
-__all__ = ["DTYPES", "Problem", "Schedule", "accumulation", "choose", "narrower", "shared_memory"]
+__all__ = ["DTYPES", "Problem", "Schedule", "accumulation", "shared_memory"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """Dtypes of A and B."""
 
 DEPTH_BYTES = 128
 """Bytes of K in a stage: one swizzle atom."""
-
-DEEPEST = 6
-"""Most stages that ``choose`` takes; an assumption, not measured."""
 
 RESERVED = 1024
 """Bytes that the runtime keeps and that aligning the buffers may cost."""
@@ -221,51 +217,3 @@ def shared_memory(schedule: Schedule, problem: Problem) -> int:
         + barriers
         + RESERVED
     )
-
-
-def choose(problem: Problem, target: Target) -> Schedule:
-    """The schedule for a problem; legal for any N and K, or UnsupportedError naming why none is."""
-    if target.arch != "sm_90a":
-        raise UnsupportedError(
-            f"target: got {target.arch}, expected sm_90a. Fix: compile the GEMM for a Hopper GPU"
-        )
-    if problem.unit > 256:
-        raise ArgumentError(
-            f"composition: got a unit of {problem.unit} columns, expected at most 256. "
-            "Fix: split the composition"
-        )
-    widest = 256 // problem.unit * problem.unit
-    tile_n = min(widest, -(-problem.rows // problem.unit) * problem.unit)
-    few = problem.expected_m is not None and problem.expected_m <= 128
-    cluster = 1 if few or tile_n % 16 else 2
-    found = _deepest(Schedule(128, tile_n, cluster), problem, target)
-    need = shared_memory(found, problem)
-    require(
-        need <= target.smem_per_block,
-        "composition",
-        f"{staged_bytes(found, problem)} bytes of operands to stage ({need} in all)",
-        f"at most {target.smem_per_block} bytes of shared memory",
-        "merge vector operands, or split the composition",
-        UnsupportedError,
-    )
-    return found
-
-
-def _deepest(schedule: Schedule, problem: Problem, target: Target) -> Schedule:
-    """With as many stages as fit, ``DEEPEST`` at most and two at least."""
-    for stages in range(DEEPEST, 2, -1):
-        found = replace(schedule, stages=stages)
-        if shared_memory(found, problem) <= target.smem_per_block:
-            return found
-    return replace(schedule, stages=2)
-
-
-def narrower(schedule: Schedule, problem: Problem, target: Target) -> Schedule | None:
-    """The like of a schedule with the next narrower tile, which needs fewer registers; None where there is none."""
-    for step in (lcm(64, problem.unit), problem.unit):
-        tile_n = (schedule.tile_n - 1) // step * step
-        if tile_n:
-            cluster = schedule.cluster_m if tile_n % 16 == 0 else 1
-            found = replace(schedule, tile_n=tile_n, cluster_m=cluster, cluster_n=1)
-            return _deepest(found, problem, target)
-    return None

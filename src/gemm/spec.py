@@ -15,12 +15,12 @@ from epicute.epilogues.policy import Policy
 from epicute.epilogues.resolve import Resolved, resolve
 from epicute.errors import require
 from epicute.gemm.arguments import ArgumentLayout
+from epicute.gemm.choice import choose
 from epicute.gemm.schedule import (
     DTYPES,
     Problem,
     Schedule,
     accumulation,
-    choose,
     shared_memory,
 )
 from epicute.jit import CompileKey, Target, modules_digest

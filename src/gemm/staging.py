@@ -132,11 +132,14 @@ def _element(arguments: Any, spec: OperandSpec, at: Any) -> Any:
 def _cell_offset(arguments: Any, cells: OperandSpec, slots: OperandSpec, at: Any) -> Any:
     """Byte offset of a row's cell in the cache, -1 where the row has none."""
     slot = load_integer(arguments[slots.at("address")] + Int64(at) * 8)
-    size = arguments[cells.at("page_size")]
-    page = slot // size
-    token = slot - page * size
-    offset = page * arguments[cells.at("page_stride")] + token * arguments[cells.at("token_stride")]
     live = (slot >= 0) & (slot < arguments[cells.at("capacity")])
+    # In 32 bits, which a plan makes sure of: a division in 64 takes more registers than these warps have.
+    index = Int32(cutlass.select_(live, slot, Int64(0)))
+    size = Int32(arguments[cells.at("page_size")])
+    page = index // size
+    token = index - page * size
+    offset = Int64(page) * arguments[cells.at("page_stride")]
+    offset = offset + Int64(token) * arguments[cells.at("token_stride")]
     return Int64(cutlass.select_(live, offset, Int64(-1)))
 
 

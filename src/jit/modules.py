@@ -25,7 +25,13 @@ from epicute.jit.environment import version_of
 
 __all__ = ["modules_digest", "normal_form", "require_unedited", "sha"]
 
-NOT_CODE = ("epicute.cli", "epicute.errors", "epicute.jit")
+NOT_CODE = (
+    "epicute.cli",
+    "epicute.errors",
+    "epicute.gemm.choice",
+    "epicute.gemm.model",
+    "epicute.jit",
+)
 """Modules that serve a kernel without shaping it; what matters of them is in its key otherwise."""
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import epicute
 from epicute.epilogues import (
@@ -219,7 +221,7 @@ def test_an_output_inside_x_is_refused(name: str) -> None:
     launch = Launch(ResidualAdd() >> Store(BF16))
     buffer = torch.zeros(4096, dtype=BF16)
     launch.x = buffer.as_strided((M, K), (256, 1))
-    launch.operands[name] = buffer.as_strided((M, N), (256, 1), 64)
+    launch.operands[name] = buffer.as_strided((M, N), (256, 1), 32)
     if name == "out":
         launch.refused("out", "apart from x")
     else:
@@ -304,12 +306,36 @@ def test_an_output_that_runs_into_x_is_refused() -> None:
     launch.refused("out", "apart from x")
 
 
-def test_an_output_beside_x_is_taken() -> None:
-    """Both are columns of one buffer, and share none."""
+@pytest.mark.parametrize("first", ["out", "x"])
+def test_an_output_beside_x_is_taken(first: str) -> None:
+    """Both are columns of one buffer, and share none; one column more and they do."""
     launch = Launch(compose(Store(BF16)))
-    pitch = -(-(N + K) // 8) * 8 + 8
-    start = -(-N // 8) * 8
-    buffer = torch.zeros(M, pitch + 8, dtype=BF16)
-    launch.operands["out"] = buffer[:, :N]
-    launch.x = buffer[:, start : start + K]
+    widths = {"out": N, "x": K}
+    second = "x" if first == "out" else "out"
+    start = -(-widths[first] // 8) * 8
+    buffer = torch.zeros(M, start + widths[second] + 16, dtype=BF16)
+    columns = {first: buffer[:, : widths[first]], second: buffer[:, start:][:, : widths[second]]}
+    launch.x, launch.operands["out"] = columns["x"], columns["out"]
     assert launch.bind() is not None
+    columns[second] = buffer[:, start - 8 :][:, : widths[second]]
+    launch.x, launch.operands["out"] = columns["x"], columns["out"]
+    launch.refused("out", "apart from x")
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 6))
+def test_outputs_are_refused_exactly_where_they_share_bytes_with_x(
+    x_at: int, out_at: int, rows: int
+) -> None:
+    launch = Launch(compose(Store(BF16)))
+    pitch = 512
+    memory = torch.zeros(40 * 8 * 40 + rows * pitch + 512, dtype=BF16)
+    launch.x = memory.as_strided((rows, K), (pitch, 1), x_at * 8 * 8)
+    launch.operands["out"] = memory.as_strided((rows, N), (pitch, 1), out_at * 8 * 8)
+    bytes_of = {
+        name: {first + r * pitch + c for r in range(rows) for c in range(width)}
+        for name, first, width in (("x", x_at * 64, K), ("out", out_at * 64, N))
+    }
+    if bytes_of["x"] & bytes_of["out"]:
+        launch.refused("out", "apart from x")
+    else:
+        assert launch.bind() is not None

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from epicute.epilogues import Bias, Store, compose
 from epicute.errors import ArgumentError, UnsupportedError
-from epicute.gemm import Problem, Schedule, choose, kernel_for, shared_memory
-from epicute.gemm.schedule import DTYPES, narrower, staged_bytes
+from epicute.gemm import Problem, Schedule, choose, kernel_for, schedules, shared_memory
+from epicute.gemm.choice import MARGIN, SMS, narrower
+from epicute.gemm.model import clocks
+from epicute.gemm.schedule import DTYPES, staged_bytes
 from epicute.jit import Target
 from tests.gemm.compositions import DTYPES as FORMATS
 from tests.gemm.compositions import SKELETONS, projection
@@ -50,7 +52,8 @@ def test_the_choice_is_legal(problem: Problem) -> None:
 
 
 @given(problems())
-def test_the_choice_is_as_wide_and_deep_as_fits(problem: Problem) -> None:
+def test_for_unknown_rows_it_is_as_wide_and_deep_as_fits(problem: Problem) -> None:
+    problem = replace(problem, expected_m=None)
     schedule = choose(problem, HOPPER)
     wider = replace(schedule, tile_n=schedule.tile_n + problem.unit)
     assert wider.tile_n > 256 or schedule.tile_n >= problem.rows
@@ -58,13 +61,48 @@ def test_the_choice_is_as_wide_and_deep_as_fits(problem: Problem) -> None:
     assert schedule.stages == 6 or shared_memory(deeper, problem) > HOPPER.smem_per_block
 
 
+@given(problems(), st.integers(1, 20000))
+def test_for_known_rows_it_costs_least(problem: Problem, rows: int) -> None:
+    known, unknown = replace(problem, expected_m=rows), replace(problem, expected_m=None)
+    chosen, widest = choose(known, HOPPER), choose(unknown, HOPPER)
+    least = min(clocks(s, known, rows, SMS) for s in schedules(known, HOPPER))
+    assert clocks(chosen, known, rows, SMS) <= clocks(widest, known, rows, SMS)
+    assert chosen == widest or clocks(chosen, known, rows, SMS) == least
+    assert clocks(chosen, known, rows, SMS) <= least / MARGIN * (1 + 1e-9)
+
+
 @given(problems())
-def test_few_rows_do_not_pair_up(problem: Problem) -> None:
-    few = replace(problem, expected_m=16)
-    many = replace(problem, expected_m=4096)
-    assert choose(few, HOPPER).cluster_m == 1
-    assert choose(many, HOPPER).cluster_m == 2
-    assert choose(many, HOPPER) == choose(replace(problem, expected_m=None), HOPPER)
+def test_every_schedule_it_chooses_from_is_legal_and_new(problem: Problem) -> None:
+    found = list(schedules(problem, HOPPER))
+    for schedule in found:
+        schedule.check(problem, HOPPER)
+    assert len(set(found)) == len(found) > 0
+    assert choose(replace(problem, expected_m=None), HOPPER) in found
+
+
+def test_waves_and_weights_decide() -> None:
+    """1B: 3072 columns in 12 tiles of 256 leave half of a second turn empty, 16 of 192 do not; for a few rows the
+    weight's way is what counts, and all SMs must fetch it."""
+    fp8 = torch.float8_e4m3fn
+
+    def chosen(n: int, k: int, rows: int) -> Schedule:
+        kernel = kernel_for(Store(), n=n, k=k, dtype=fp8, expected_m=rows, accumulate="fast")
+        return kernel.spec.schedule
+
+    assert chosen(3072, 2048, 2048).tile_n == 192
+    assert chosen(28672, 4096, 2048) == Schedule()
+    few = chosen(4096, 4096, 64)
+    assert few.tile_m == 64
+    assert 4096 // few.tile_n >= 64
+
+
+@given(problems(), st.integers(1, 20000))
+def test_clocks_grow_with_the_work(problem: Problem, rows: int) -> None:
+    schedule = choose(replace(problem, expected_m=None), HOPPER)
+    more = replace(problem, depth=min(2 * problem.depth + 128, 2**31 - 1))
+    assert 0 < clocks(schedule, problem, rows, SMS) <= clocks(schedule, problem, 2 * rows, SMS)
+    assert clocks(schedule, problem, rows, SMS) <= clocks(schedule, more, rows, SMS)
+    assert clocks(schedule, problem, rows, 2 * SMS) <= clocks(schedule, problem, rows, SMS)
 
 
 @given(

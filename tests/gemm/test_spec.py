@@ -57,7 +57,7 @@ def test_jc_04_the_same_request_is_the_same_kernel() -> None:
     assert kernel().key == kernel().key
     chosen = kernel().spec.schedule
     assert kernel(schedule=chosen).key == kernel().key
-    assert kernel(expected_m=4096).key == kernel().key
+    assert kernel(expected_m=4096, schedule=chosen).key == kernel().key
     assert kernel(dtypes={"residual": BF16}, alignments={"out": 16}).key == kernel().key
 
 

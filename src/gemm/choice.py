@@ -1,0 +1,112 @@
+"""Which schedule a projection gets: a pure function of the problem.
+
+Where the number of rows is not known, the widest tile that the composition's unit divides: 128x256 keeps shared memory
+and tensor cores equally busy, and no other tile does. Where it is known, the legal schedule of least ``clocks``; the
+widest stays unless another is better by more than the arithmetic can be trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from math import lcm
+
+from epicute.errors import ArgumentError, UnsupportedError, require
+from epicute.gemm.model import clocks
+from epicute.gemm.schedule import Problem, Schedule, shared_memory, staged_bytes
+from epicute.jit import Target
+
+__all__ = ["choose", "narrower", "schedules"]
+
+SMS = 132
+"""Of an H100 or H200 with SXM; nothing is asked of the machine that compiles."""
+
+DEEPEST = 6
+"""Most stages that are taken; an assumption, not measured."""
+
+MARGIN = 0.97
+"""Share of the widest tile's clocks below which another is taken."""
+
+SHAPES = ((128, False), (256, False), (64, True), (128, True))
+"""Rows of a tile, ping-pong."""
+
+CLUSTERS = ((2, 1), (1, 1), (1, 2))
+
+
+@lru_cache(maxsize=4096)
+def choose(problem: Problem, target: Target) -> Schedule:
+    """The schedule for a problem; legal for any N and K, or UnsupportedError naming why none is."""
+    if target.arch != "sm_90a":
+        raise UnsupportedError(
+            f"target: got {target.arch}, expected sm_90a. Fix: compile the GEMM for a Hopper GPU"
+        )
+    if problem.unit > 256:
+        raise ArgumentError(
+            f"composition: got a unit of {problem.unit} columns, expected at most 256. "
+            "Fix: split the composition"
+        )
+    widest = _widest(problem, target)
+    rows = problem.expected_m
+    if not rows:
+        return widest
+    best = min(schedules(problem, target), key=lambda s: clocks(s, problem, rows, SMS))
+    allowed = MARGIN * clocks(widest, problem, rows, SMS)
+    return best if clocks(best, problem, rows, SMS) < allowed else widest
+
+
+def _widest(problem: Problem, target: Target) -> Schedule:
+    tile_n = min(256 // problem.unit, problem.rows // problem.unit) * problem.unit
+    cluster = 1 if tile_n % 16 else 2
+    found = _deepest(Schedule(128, tile_n, cluster), problem, target)
+    need = shared_memory(found, problem)
+    require(
+        need <= target.smem_per_block,
+        "composition",
+        f"{staged_bytes(found, problem)} bytes of operands to stage ({need} in all)",
+        f"at most {target.smem_per_block} bytes of shared memory",
+        "merge vector operands, or split the composition",
+        UnsupportedError,
+    )
+    return found
+
+
+def schedules(problem: Problem, target: Target) -> Iterator[Schedule]:
+    """Every legal schedule, each with as many stages as fit: what ``choose`` chooses from."""
+    units = min(256 // problem.unit, problem.rows // problem.unit)
+    for count in range(units, 0, -1):
+        for tile_m, pingpong in SHAPES:
+            for cluster_m, cluster_n in CLUSTERS:
+                found = Schedule(
+                    tile_m,
+                    count * problem.unit,
+                    cluster_m,
+                    cluster_n=cluster_n,
+                    pingpong=pingpong,
+                )
+                found = _deepest(found, problem, target)
+                try:
+                    found.check(problem, target)
+                except ArgumentError:
+                    continue
+                yield found
+
+
+def _deepest(schedule: Schedule, problem: Problem, target: Target) -> Schedule:
+    """With as many stages as fit, ``DEEPEST`` at most and two at least."""
+    for stages in range(DEEPEST, 2, -1):
+        found = replace(schedule, stages=stages)
+        if shared_memory(found, problem) <= target.smem_per_block:
+            return found
+    return replace(schedule, stages=2)
+
+
+def narrower(schedule: Schedule, problem: Problem, target: Target) -> Schedule | None:
+    """The like of a schedule with the next narrower tile, which needs fewer registers; None where there is none."""
+    for step in (lcm(64, problem.unit), problem.unit):
+        tile_n = (schedule.tile_n - 1) // step * step
+        if tile_n:
+            cluster = schedule.cluster_m if tile_n % 16 == 0 else 1
+            found = replace(schedule, tile_n=tile_n, cluster_m=cluster, cluster_n=1)
+            return _deepest(found, problem, target)
+    return None
