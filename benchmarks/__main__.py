@@ -2,7 +2,8 @@
 
 Writes ``<table>.json`` to ``--out``, else to ``$OUT``, else to ``benchmarks/results/<device>``,
 prints every row as it is measured and the whole table last. Exits with 1 where a kernel of epicute
-failed or was wrong.
+failed or was wrong. Without names, all of these tables are measured; the table ``search``, which is
+long, is measured where it is named.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks import accuracy, calls, epilogue, gemm, power
+from benchmarks import accuracy, calls, epilogue, gemm, power, search
 from benchmarks.harness import LAYERS, Options
 from benchmarks.ours import compile_all
 from benchmarks.provenance import ROOT, Provenance, slug
@@ -23,26 +25,63 @@ from benchmarks.timing import CudaTimer
 from epicute.errors import EpicuteError
 from epicute.models.shapes import SHAPES
 
-TABLES = {"gemm": gemm, "epilogue": epilogue, "calls": calls, "accuracy": accuracy}
-SHAPES_OF = {"gemm": ("1B", "8B", "70B", "405B"), "epilogue": ("8B", "1B", "70B")}
+TABLES: dict[str, Any] = {
+    "gemm": gemm,
+    "epilogue": epilogue,
+    "calls": calls,
+    "accuracy": accuracy,
+}
+"""Measured where none is named."""
+
+KNOWN = {**TABLES, "search": search}
+SHAPES_OF = {
+    "gemm": ("1B", "8B", "70B", "405B"),
+    "epilogue": ("8B", "1B", "70B"),
+    "search": ("8B", "1B", "70B", "405B"),
+}
 """Shapes of each table where none are named; the others have sizes of their own."""
+
+M_OF = {"search": (64, 256, 1024, 2048, 8192)}
+"""M of each table where none is named; 2048 of the others."""
+
+SHARDED = ("gemm", "search")
+BRIEF: dict[str, dict[str, Any]] = {
+    "search": {"rounds": 3, "lead_us": 10000.0, "slice_us": 10000.0},
+}
+"""Shorter slices of tables with many candidates."""
+
+SUMMARIES = {"search": search.summary}
+"""What is printed behind a table."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("tables", nargs="*", metavar="table", help=f"of {', '.join(TABLES)}; all")
+    parser.add_argument(
+        "tables", nargs="*", metavar="table", help=f"of {', '.join(KNOWN)}; all but search"
+    )
     parser.add_argument("--out", type=Path, help="folder of the JSON files")
     parser.add_argument("--quick", action="store_true", help="short slices, three rounds")
     parser.add_argument("--shapes", type=_list, default=(), help="for example 8B,70B")
     parser.add_argument("--layers", type=_list, default=LAYERS, help=f"of {','.join(LAYERS)}")
-    parser.add_argument("--M", type=_counts, default=(2048,), help="for example 64,2048")
-    parser.add_argument("--shards", action="store_true", help="gemm: tensor-parallel shards too")
+    parser.add_argument("--M", type=_counts, default=(), help="for example 64,2048")
+    parser.add_argument(
+        "--shards", action="store_true", help="gemm, search: tensor-parallel shards too"
+    )
+    parser.add_argument(
+        "--tries", type=_count, default=12, help="search: schedules beside the chosen one"
+    )
+    parser.add_argument(
+        "--accumulate",
+        choices=("fast", "precise"),
+        default="fast",
+        help="search: of FP8; precise leaves BF16 out, which has no other than fast",
+    )
     parser.add_argument("--quack", action="store_true", help="also time quack's GEMM (see peers)")
     parser.add_argument("--allow-dirty", action="store_true", help="measure uncommitted changes")
     given = parser.parse_args(arguments)
     for name, got, known in (
-        ("table", given.tables, TABLES),
+        ("table", given.tables, KNOWN),
         ("--shapes", given.shapes, SHAPES),
         ("--layers", given.layers, LAYERS),
     ):
@@ -64,15 +103,25 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
+def _count(text: str) -> int:
+    (found, *more) = _counts(text)
+    if more:
+        raise argparse.ArgumentTypeError(f"{text!r}: not a count from 1, such as 12")
+    return found
+
+
 def options_of(given: argparse.Namespace, table: str) -> Options:
     """What the command line asks of one table."""
     shapes = given.shapes or SHAPES_OF.get(table, ())
     chosen = Options(
         shapes=shapes,
         layers=given.layers,
-        M=given.M,
-        shards=given.shards and table == "gemm",
+        M=given.M or M_OF.get(table, (2048,)),
+        shards=given.shards and table in SHARDED,
         quack=given.quack,
+        tries=given.tries,
+        accumulate=given.accumulate,
+        **BRIEF.get(table, {}),
     )
     return chosen.shortened() if given.quick else chosen
 
@@ -88,6 +137,8 @@ def folder_of(given: argparse.Namespace, source: Provenance) -> Path:
 def finish(table: Table) -> bool:
     """Print the table and draw it; whether every kernel of epicute was measured."""
     print(render(table.content), flush=True)
+    if summary := SUMMARIES.get(table.content["table"]):
+        print(summary(table.content), flush=True)
     try:
         from benchmarks.plots import draw
 
@@ -111,9 +162,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in given.tables:
         start = time.perf_counter()
         options = options_of(given, name)
-        compile_all(TABLES[name].kernels(options))
+        compile_all(KNOWN[name].kernels(options))
         timer = CudaTimer(options.slice_us, options.lead_us, read)
-        table = TABLES[name].table(options, timer, source, folder)
+        table = KNOWN[name].table(options, timer, source, folder)
         complete &= finish(table)
         print(f"{name}: {time.perf_counter() - start:.0f} s, {table.path}\n", flush=True)
     return 0 if complete else 1

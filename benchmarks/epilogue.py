@@ -19,7 +19,7 @@ from benchmarks import floors
 from benchmarks.check import checker
 from benchmarks.data import Layer, layers
 from benchmarks.harness import Options, Session, fill
-from benchmarks.ours import kernel, ours, plain_epilogue
+from benchmarks.ours import kernel, once, ours, plain_epilogue
 from benchmarks.peers import compiled
 from benchmarks.projections import Projection, projection
 from benchmarks.provenance import Provenance
@@ -80,8 +80,12 @@ def plain(layer: Layer, weights: str) -> Run:
 
 
 def kernels(options: Options) -> Iterator[GemmKernel]:
-    """Every kernel the table runs."""
-    for layer in layers(options.one_M()):
+    """Every kernel the table runs, each once."""
+    return once(_kernels(options))
+
+
+def _kernels(options: Options) -> Iterator[GemmKernel]:
+    for layer in layers(options):
         found = projection(layer)
         for weights in found.formats:
             yield kernel(layer, found.composition(weights)[1], weights)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from benchmarks import floors, peers
-from benchmarks.check import checker
+from benchmarks.check import Error, checker
 from benchmarks.data import Layer, layers
 from benchmarks.harness import Options, Session, fill
-from benchmarks.ours import kernel, ours, plain_epilogue
+from benchmarks.ours import kernel, once, ours, plain_epilogue
 from benchmarks.provenance import Provenance
 from benchmarks.table import Row, Table
 from benchmarks.timing import Run, Timer
 from epicute.gemm import GemmKernel
 
-__all__ = ["PAPER", "kernels", "measure", "table"]
+__all__ = ["PAPER", "check", "floor", "kernels", "measure", "table"]
 
 PAPER = (
     "FuTransformer (arXiv 2610.23796), sections 3.2 and 4.1: projection GEMMs of the shapes of "
@@ -36,24 +36,34 @@ PEERS = {
 
 def measure(layer: Layer, session: Session) -> list[Row]:
     """All rows of one layer: BF16 and FP8 candidates share a session."""
-
-    def view(name: str, tensor: Tensor) -> Tensor:
-        return tensor[layer.rows]
-
-    bf16 = checker({"out": layer.product(layer.x[0], "bf16")}, view)
+    bf16 = check(layer, "bf16")
     session.add("ours-bf16", partial(plain, layer, "bf16"), bf16)
     session.add("cublas-bf16", partial(peers.cublas, layer), bf16)
     if layer.options.quack:
         session.add("quack-gemm", partial(peers.quack_gemm, layer), bf16)
-    codes, scale = layer.x_rows
-    exact = layer.product(codes[0], "fp8") * scale[layer.rows, None].double()
-    fp8 = checker({"out": exact}, view)
+    fp8 = check(layer, "fp8")
     session.add("ours-fp8", partial(plain, layer, "fp8"), fp8)
     session.add("ours-fp8-precise", partial(plain, layer, "fp8", "precise"), fp8)
     session.add("scaled-mm-fast", partial(peers.scaled_mm, layer, fast=True), fp8)
     session.add("scaled-mm-precise", partial(peers.scaled_mm, layer, fast=False), fp8)
     session.measure(layer.copies, layer.least_us)
     return [row(layer, *variant, session) for variant in PEERS]
+
+
+def check(layer: Layer, weights: str) -> Callable[[Run], Error]:
+    """Compares ``out`` with the product in float64."""
+    if weights == "bf16":
+        exact = layer.product(layer.x[0], "bf16")
+    else:
+        codes, scale = layer.x_rows
+        exact = layer.product(codes[0], "fp8") * scale[layer.rows, None].double()
+    return checker({"out": exact}, lambda _, tensor: tensor[layer.rows])
+
+
+def floor(layer: Layer, weights: str) -> float:
+    """The floor of the product with its store, µs."""
+    size = floors.Gemm(layer.M, layer.N, layer.K, weights)
+    return size.floor(layer.M * layer.N * floors.BYTES["bf16"]).us
 
 
 def plain(layer: Layer, weights: str, accumulate: str = "fast") -> Run:
@@ -69,20 +79,20 @@ def plain(layer: Layer, weights: str, accumulate: str = "fast") -> Run:
 
 
 def kernels(options: Options) -> Iterator[GemmKernel]:
-    """Every kernel the table runs."""
-    for layer in layers(options.one_M()):
-        for weights, accumulate in PEERS:
-            yield kernel(layer, plain_epilogue(weights, "row"), weights, accumulate)
+    """Every kernel the table runs, each once."""
+    return once(
+        kernel(layer, plain_epilogue(weights, "row"), weights, accumulate)
+        for layer in layers(options)
+        for weights, accumulate in PEERS
+    )
 
 
 def row(layer: Layer, weights: str, accumulate: str, session: Session) -> Row:
     """The layer's row for one format of weights and accumulation."""
     case = {**layer.case, "weights": weights, "accumulate": accumulate, "out": "bf16"}
-    size = floors.Gemm(layer.M, layer.N, layer.K, weights)
-    floor = size.floor(layer.M * layer.N * floors.BYTES["bf16"]).us
     names = {name: name for name in PEERS[weights, accumulate]}
     ours_name = f"ours-{weights}-precise" if accumulate == "precise" else f"ours-{weights}"
-    return session.row(case, ours_name, names, floor)
+    return session.row(case, ours_name, names, floor(layer, weights))
 
 
 def table(options: Options, timer: Timer, source: Provenance, folder: Path) -> Table:

@@ -61,6 +61,8 @@ class Options:
         slice_us: the timed calls behind them.
         check_rows: rows that are checked.
         quack: whether quack is a peer.
+        tries: schedules that ``search`` times beside the chosen one.
+        accumulate: how float8 products are added in ``search``.
     """
 
     shapes: tuple[str, ...]
@@ -73,14 +75,12 @@ class Options:
     slice_us: float = 30000.0
     check_rows: int = 64
     quack: bool = False
+    tries: int = 12
+    accumulate: str = "fast"
 
     def shortened(self) -> Options:
         """The same in about a tenth of the time, for a look rather than a claim."""
         return replace(self, rounds=3, lead_us=10000.0, slice_us=6000.0)
-
-    def one_M(self) -> Options:
-        """The same at the first M alone: a kernel serves any."""
-        return replace(self, M=self.M[:1])
 
     @property
     def protocol(self) -> str:

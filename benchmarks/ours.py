@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from benchmarks.data import Layer
 from benchmarks.timing import Run
 from epicute.epilogues import Composition, Dequantize, Policy, Store, compose
 from epicute.errors import EpicuteError
-from epicute.gemm import GemmKernel, kernel_for
+from epicute.gemm import GemmKernel, Schedule, kernel_for
 from epicute.jit.pool import precompile
+from epicute.weights import Packed
 
-__all__ = ["compile_all", "kernel", "ours", "plain_epilogue"]
+__all__ = ["compile_all", "kernel", "once", "ours", "plain_epilogue"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
@@ -38,8 +39,10 @@ def ours(
     operands: Callable[[], dict[str, Tensor]],
     outputs: tuple[str, ...],
     accumulate: str = "fast",
+    schedule: Schedule | None = None,
+    packed: list[Packed] | None = None,
 ) -> Run:
-    """Plans the epilogue once, then launches any copy with operands of its own.
+    """Plans the epilogue once, for the layer's rows, then launches any copy with its operands.
 
     Args:
         layer: sizes and weights.
@@ -49,10 +52,20 @@ def ours(
         operands: makes the operands of one copy, by name, poisoned outputs among them.
         outputs: the names among them that a run returns.
         accumulate: how float8 products are added.
+        schedule: by default the one that ``choose`` gives, or a narrower one where that spills.
+        packed: weights, one per copy, where they are packed already.
     """
     composition = compose(epilogue)
-    packed = layer.packed(composition, weights)
-    plan = epicute.plan(composition, packed[0], x_dtype=x[0].dtype, accumulate=accumulate)
+    if packed is None:
+        packed = layer.packed(composition, weights)
+    plan = epicute.plan(
+        composition,
+        packed[0],
+        x_dtype=x[0].dtype,
+        schedule=schedule,
+        expected_m=layer.M,
+        accumulate=accumulate,
+    )
     bound = [operands() for _ in range(layer.copies)]
     returned = [{name: given[name] for name in outputs} for given in bound]
 
@@ -66,9 +79,24 @@ def ours(
 def kernel(
     layer: Layer, epilogue: Policy | Composition, weights: str, accumulate: str = "fast"
 ) -> GemmKernel:
-    """The kernel that ``ours`` plans for these."""
-    dtype = DTYPES[weights]
-    return kernel_for(epilogue, n=layer.N, k=layer.K, dtype=dtype, accumulate=accumulate)
+    """The kernel that ``ours`` plans for these, of the schedule that ``choose`` gives."""
+    return kernel_for(
+        epilogue,
+        n=layer.N,
+        k=layer.K,
+        dtype=DTYPES[weights],
+        expected_m=layer.M,
+        accumulate=accumulate,
+    )
+
+
+def once(kernels: Iterable[GemmKernel]) -> Iterator[GemmKernel]:
+    """``kernels`` without repeats: the same code may serve several M."""
+    seen: set[str] = set()
+    for found in kernels:
+        if found.key.digest not in seen:
+            seen.add(found.key.digest)
+            yield found
 
 
 def compile_all(kernels: Iterable[GemmKernel]) -> None:

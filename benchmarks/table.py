@@ -62,6 +62,10 @@ CASE: dict[str, type | tuple[str, ...]] = {
     "mix": str,
     "variant": str,
     "group": int,
+    "tried": int,
+    "legal": int,
+    "schedule": str,
+    "best": str,
 }
 """What a case may say: a type, or the words allowed."""
 

@@ -19,7 +19,7 @@ from benchmarks.harness import Options
 from benchmarks.power import Reading
 from benchmarks.provenance import Provenance
 from benchmarks.timing import Run, Sample, Slice
-from epicute.gemm.schedule import accumulation
+from epicute.gemm import Schedule, accumulation
 from epicute.models.shapes import LayerShape
 
 TINY = LayerShape(128, 192, 4, 2, 64, "tiny")
@@ -29,14 +29,22 @@ class CpuPlan:
     """epicute's plan as the CPU interpreter runs it: same operands by name, outputs in place."""
 
     def __init__(
-        self, composition: Any, packed: Any, x_dtype: torch.dtype, accumulate: str | None = None
+        self,
+        composition: Any,
+        packed: Any,
+        x_dtype: torch.dtype,
+        schedule: Schedule | None = None,
+        expected_m: int | None = None,
+        accumulate: str | None = None,
     ) -> None:
         packed.require_order(composition.row_order(packed.shape[0]), "the plan")
         assert packed.dtype == x_dtype
         self.composition = composition
+        self.schedule, self.expected_m = schedule, expected_m
         self.accumulate = accumulation(x_dtype, packed.shape[1], accumulate)
 
     def run(self, x: torch.Tensor, packed: Any, **operands: torch.Tensor) -> None:
+        assert self.expected_m in (None, x.shape[0])
         acc = x.float() @ packed.unpack().codes.float().T
         if packed.scale is not None:
             operands.setdefault("weight_scale", packed.scale)

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.__main__ import TABLES, finish, folder_of, options_of, parse
+from benchmarks.__main__ import KNOWN, TABLES, finish, folder_of, options_of, parse
 from benchmarks.provenance import ROOT, Provenance
 from benchmarks.table import Row, Table
 
 
 def test_everything_by_default() -> None:
     given = parse([])
-    assert given.tables == [*TABLES]
+    assert given.tables == [*TABLES] == ["gemm", "epilogue", "calls", "accuracy"]
     assert options_of(given, "gemm").shapes == ("1B", "8B", "70B", "405B")
     assert options_of(given, "epilogue").shapes == ("8B", "1B", "70B")
     assert {options_of(given, name).M for name in TABLES} == {(2048,)}
@@ -44,6 +44,35 @@ def test_more_rows_and_shards() -> None:
     assert options_of(given, "gemm").M == options_of(given, "epilogue").M == (64, 2048)
     assert options_of(given, "gemm").shards
     assert not options_of(given, "epilogue").shards
+
+
+def test_search_is_measured_where_it_is_named() -> None:
+    given = parse(["search", "gemm"])
+    assert given.tables == ["search", "gemm"]
+    found = options_of(given, "search")
+    assert sorted(found.shapes) == sorted(("8B", "1B", "70B", "405B"))
+    assert found.M == (64, 256, 1024, 2048, 8192)
+    assert (found.rounds, found.lead_us, found.slice_us) == (3, 10000.0, 10000.0)
+    assert (found.tries, found.accumulate, found.shards) == (12, "fast", False)
+    whole = options_of(given, "gemm")
+    assert whole.M == (2048,)
+    assert whole == options_of(parse([]), "gemm")
+
+
+def test_what_search_is_told() -> None:
+    words = ["search", "--M=64", "--shards", "--tries=3", "--accumulate=precise", "--quick"]
+    found = options_of(parse(words), "search")
+    assert (found.M, found.shards, found.tries, found.accumulate) == ((64,), True, 3, "precise")
+    assert (found.rounds, found.lead_us, found.slice_us) == (3, 10000.0, 6000.0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--tries", "0"], ["--tries", "1,2"], ["--accumulate", "exact"]], ids=str
+)
+def test_what_search_cannot_be_told(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["search", *wrong])
+    assert wrong[0] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", ["", "0", "64,-1", "64,2k", "64.5"])
@@ -91,6 +120,7 @@ def test_a_table_of_errors_is_complete_without_times(source: Provenance, tmp_pat
 
 
 def test_every_table_has_a_measure() -> None:
-    for module in TABLES.values():
+    assert [*KNOWN] == [*TABLES, "search"]
+    for module in KNOWN.values():
         assert callable(module.table), SimpleNamespace(module=module)
         assert callable(module.kernels), SimpleNamespace(module=module)

@@ -21,7 +21,7 @@ from epicute.errors import ArgumentError
 ERROR = {"norm": 1e-3, "worst_row": 2e-3}
 KEYS = (
     "shape layer M N K weights cache batch length context heads kv_heads head_dim causal page qk "
-    "pv smoothing accumulate composition out mix variant group"
+    "pv smoothing accumulate composition out mix variant group tried legal schedule best"
 )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from benchmarks.table import validate
 from benchmarks.timing import Timer
 
 MakeLayer = Callable[[str], Layer]
-MS = ((2048,), (64, 2048, 16384))
+MS = (64, 2048, 4096, 16384)
 
 
 def rows_of(table: Any, layer: Layer, timer: Timer, source: Provenance) -> list[dict[str, Any]]:
@@ -242,11 +241,24 @@ def test_a_shard_has_a_row_of_every_format(
 
 
 @pytest.mark.parametrize("module", [gemm, epilogue])
-def test_a_kernel_is_compiled_once_for_every_M(module: Any) -> None:
-    options = Options(("1B",), device="cpu")
-    once, often = ({k.key.digest for k in module.kernels(replace(options, M=m))} for m in MS)
-    assert once == often
-    assert len(list(module.kernels(replace(options, M=MS[1])))) == len(once)
+def test_every_M_has_its_kernels_and_none_twice(module: Any) -> None:
+    """A schedule may depend on M, and may serve several."""
+
+    def digests(*rows: int) -> list[str]:
+        options = Options(("1B",), M=rows, device="cpu")
+        return [kernel.key.digest for kernel in module.kernels(options)]
+
+    found = digests(*MS)
+    assert len(found) == len(set(found))
+    assert set(found) == {digest for rows in MS for digest in digests(rows)}
+    assert len(found) < sum(len(digests(rows)) for rows in MS)
+
+
+@pytest.mark.parametrize("module", [gemm, epilogue])
+def test_kernels_are_planned_for_the_rows_that_are_measured(module: Any) -> None:
+    for rows in MS:
+        for kernel in module.kernels(Options(("8B",), M=(rows,), device="cpu")):
+            assert kernel.spec.problem.expected_m == rows
 
 
 def test_the_largest_case_fits_the_card() -> None:
@@ -284,7 +296,9 @@ def test_exactly_these_kernels_are_run(
 
     def seen(self: Any, composition: Any, packed: Any, x_dtype: torch.dtype, **how: Any) -> None:
         make(self, composition, packed, x_dtype, **how)
-        planned.append((composition.key(), packed.shape, x_dtype, self.accumulate))
+        assert self.schedule is None
+        asked = self.accumulate, self.expected_m
+        planned.append((composition.key(), packed.shape, x_dtype, *asked))
 
     monkeypatch.setattr(cpu_plan, "__init__", seen)
     monkeypatch.setattr(module, "layers", lambda options: [layer("qkv"), layer("gate_up")])
@@ -293,7 +307,8 @@ def test_exactly_these_kernels_are_run(
     expected = []
     for kernel in module.kernels(Options(shapes=())):
         key, asked = kernel.spec.resolved.composition.key(), kernel.spec.problem
-        expected.append((key, (asked.columns, asked.depth), asked.dtype, asked.accumulate))
+        how = asked.accumulate, asked.expected_m
+        expected.append((key, (asked.columns, asked.depth), asked.dtype, *how))
     assert sorted(map(str, planned)) == sorted(map(str, expected))
 
 

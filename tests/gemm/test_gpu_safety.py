@@ -41,7 +41,7 @@ STABLE = [
     projection("o", "1B", "fp8"),
     SKELETONS["qkv.128.half.norm.fp8"].case("bf16", 24, 576),
 ]
-SHARED = [SKELETONS[name].case("fp8", 200, 576) for name in ("swiglu.emit", "residual.bf16")]
+SHARED = [SKELETONS[name].case("fp8", 200, 576) for name in ("store.emit", "scales.bias")]
 CASES = [STRIDED, RING, NARROW, LOOSE, LARGE, LARGER, LARGEST, TALL, *STABLE, *SHARED]
 DEVICES = range(max(1, torch.cuda.device_count()))
 
@@ -278,6 +278,18 @@ def test_tiles_of_a_neighbour_are_left_alone() -> None:
     synchronize()
     whole.assert_intact()
     assert_equal_bits(whole.tensor.cpu(), wanted)
+
+
+@pytest.mark.parametrize("case", [STRIDED, RING, projection("o", "1B", "bf16")], ids=str)
+def test_the_residual_may_be_the_output(case: Case) -> None:
+    """Each tile has read all of it that it overwrites."""
+    job = Job(case, 2047)
+    outputs = {name: output.tensor for name, output in job.outputs.items()}
+    wanted = {name: value.clone() for name, value in job.run().items()}
+    both = job.operands["residual"].clone()
+    job.plan.run(job.x, job.packed, **{**job.operands, **outputs, "residual": both, "out": both})
+    synchronize()
+    assert_equal_bits(both.cpu(), wanted["out"].contiguous().cpu())
 
 
 def test_jc_05_two_processes_share_a_cold_cache(tmp_path: Path) -> None:
