@@ -10,10 +10,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BANDWIDTH", "BYTES", "PEAK", "SENTENCE", "Floor", "Gemm"]
+__all__ = [
+    "BANDWIDTH",
+    "BYTES",
+    "FLOP_PER_CLOCK",
+    "PEAK",
+    "SENTENCE",
+    "SMS",
+    "Floor",
+    "Gemm",
+    "nominal_mhz",
+    "peak_at",
+]
 
 PEAK = {"bf16": 989.5e12, "fp8": 1979e12}
 """Dense tensor-core rate in FLOP/s by the type of both operands."""
+
+SMS = 132
+"""Streaming multiprocessors of the card."""
+
+FLOP_PER_CLOCK = {"bf16": 4096, "fp8": 8192}
+"""Dense FLOP per clock of one SM's tensor cores by the type of both operands."""
 
 BANDWIDTH = 4.8e12
 """Device memory bandwidth in bytes/s."""
@@ -26,6 +43,16 @@ SENTENCE = (
     "at boost clocks) and of the bytes that must move (each input read once, each output written "
     "once) over 4.8 TB/s"
 )
+
+
+def peak_at(weights: str, mhz: float) -> float:
+    """The dense peak in FLOP/s at an SM clock."""
+    return SMS * FLOP_PER_CLOCK[weights] * mhz * 1e6
+
+
+def nominal_mhz(weights: str) -> float:
+    """The SM clock to which ``PEAK`` belongs."""
+    return PEAK[weights] / peak_at(weights, 1.0)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@
 | planned | what does not exist yet |
 | summary | geometric mean, least and most of peer over ours, per table, format and accumulation |
 | gemm, epilogue, calls, accuracy | every row of the table of that name |
+| power | clock, power and share of the peak at that clock of every measurement of the table gemm |
 | gpu-tests | passed, failed and skipped per test file |
 
 A table whose JSON is not there yet reads "not measured yet".
@@ -23,8 +24,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from benchmarks.floors import FLOP_PER_CLOCK, PEAK, SMS, nominal_mhz
+from benchmarks.points import Point, points
 from benchmarks.provenance import ROOT
 from benchmarks.table import geometric_mean, label, ratios, validate
 from epicute.errors import ArgumentError, require
@@ -257,6 +261,62 @@ def _row(peers: Sequence[str], row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
+def power(results: Results) -> str:
+    """Clock and power of every measurement of the GEMM, and what the clock allowed."""
+    table = results.read("gemm")
+    if table is None:
+        return absent("gemm")
+    found = [point for point in points(table) if point.mhz or point.watts]
+    if not found:
+        return f"{source(table)} The card's sensors could not be read."
+    groups: dict[tuple[str, str], list[Point]] = {}
+    for point in found:
+        groups.setdefault((point.weights, point.accumulate), []).append(point)
+    tables = [_powers(*key, group) for key, group in groups.items()]
+    return "\n\n".join([source(table), _ranges(found), *tables])
+
+
+def _ranges(found: list[Point]) -> str:
+    """Least, most and median of both sensors, and what the peaks are."""
+    peaks = "; ".join(
+        f"{kind.upper()} {FLOP_PER_CLOCK[kind]}, nominal {rate / 1e12:g} TFLOP/s at "
+        f"{nominal_mhz(kind):.0f} MHz"
+        for kind, rate in PEAK.items()
+    )
+    said = [f"{len(found)} measurements."]
+    sensors = {
+        "Clock, MHz": [point.mhz for point in found if point.mhz is not None],
+        "Power, W": [point.watts for point in found if point.watts is not None],
+    }
+    for name, values in sensors.items():
+        if values:
+            least, most, middle = min(values), max(values), median(values)
+            said.append(f"{name}: {least:.0f} to {most:.0f}, median {middle:.0f}.")
+    return " ".join([*said, f"Peak, FLOP a clock on each of {SMS} SMs: {peaks}."])
+
+
+def _powers(weights: str, accumulate: str, found: list[Point]) -> str:
+    """One table: a line per product, four columns per candidate."""
+    names = sorted({point.candidate for point in found}, key=lambda name: (name != "ours", name))
+    at = {(point.product, point.candidate): point for point in found}
+    heads = [f"{weights}, accumulate {accumulate}"]
+    for name in names:
+        heads += [f"{name}: MHz", "W", "TFLOP/s", "of the peak at that clock"]
+
+    def cells(point: Point | None) -> list[str]:
+        if point is None:
+            return ["-"] * 4
+        sensed = ["-" if x is None else f"{x:.0f}" for x in (point.mhz, point.watts)]
+        share = "-" if point.share is None else f"{point.share:.0%}"
+        return [*sensed, f"{point.rate / 1e12:.0f}", share]
+
+    body = [
+        [product, *(cell for name in names for cell in cells(at.get((product, name))))]
+        for product in dict.fromkeys(point.product for point in found)
+    ]
+    return markdown(heads, body)
+
+
 def gpu_tests(results: Results) -> str:
     """Passed, failed and skipped per test file."""
     tests = results.read(GPU_TESTS)
@@ -282,6 +342,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "planned": planned,
     "summary": summary,
     GPU_TESTS: gpu_tests,
+    "power": power,
     **{name: whole(name) for name in TABLES},
 }
 

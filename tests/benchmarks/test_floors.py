@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.floors import BANDWIDTH, PEAK, SENTENCE, Gemm
+from benchmarks.floors import BANDWIDTH, PEAK, SENTENCE, Gemm, nominal_mhz, peak_at
 
 SIZES = st.integers(1, 2**17)
 
@@ -35,3 +35,10 @@ def test_a_floor_is_the_larger_and_grows(m: int, n: int, k: int, weights: str, m
 def test_the_sentence_states_the_rates() -> None:
     for rate in (PEAK["bf16"] / 1e12, PEAK["fp8"] / 1e12, BANDWIDTH / 1e12):
         assert f"{rate:g} T" in SENTENCE
+
+
+@pytest.mark.parametrize("weights", PEAK)
+def test_a_peak_scales_with_the_clock(weights: str) -> None:
+    assert nominal_mhz(weights) == pytest.approx(1830, abs=1)
+    assert peak_at(weights, nominal_mhz(weights)) == pytest.approx(PEAK[weights])
+    assert peak_at(weights, 915) == pytest.approx(PEAK[weights] / 2, rel=1e-3)

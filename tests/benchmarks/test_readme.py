@@ -132,6 +132,24 @@ def test_a_table_of_errors_names_whose_they_are(tmp_path: Path) -> None:
     assert "µs" not in "".join(said)
 
 
+def test_power_stands_once_per_measurement_with_its_share(tmp_path: Path) -> None:
+    peer = {"cublas-bf16": 160.0}
+    bf16 = row("bf16", 158.0, peer, clocks_mhz={"ours": 1470.0}, watts={"ours": 708.2})
+    sensed = {"ours": 1440.0, "cublas-bf16": 1500.0}
+    fp8 = row("fp8", 85.5, peer, clocks_mhz=sensed, watts={"ours": 650.0})
+    (tmp_path / "gemm.json").write_text(json.dumps(table("gemm", [bf16, fp8])))
+    said = BLOCKS["power"](Results(tmp_path))
+    assert "2 measurements. Clock, MHz: 1440 to 1470, median 1455. Power, W: 650 to 708" in said
+    assert "132 SMs: BF16 4096, nominal 989.5 TFLOP/s at 1830 MHz; FP8 8192, nominal 1979" in said
+    assert "| 8B qkv 2048×6144×4096 | 1470 | 708 | 652 | 82% |" in said
+    assert "| 8B qkv 2048×6144×4096 | 1440 | 650 | 1206 | 77% |" in said
+    assert said.count("8B qkv") == 2
+
+
+def test_power_without_sensors_says_so(results: Results) -> None:
+    assert BLOCKS["power"](results).endswith("The card's sensors could not be read.")
+
+
 def test_a_file_against_the_schema_is_refused(results: Results) -> None:
     broken = table("gemm", [row("fp8", 100.0, {"scaled-mm-fast": -1.0})])
     (results.folder / "gemm.json").write_text(json.dumps(broken))

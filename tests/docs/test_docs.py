@@ -219,7 +219,8 @@ def test_commands_of_benchmarks_parse() -> None:
 
     (words,) = commands("python -m benchmarks ")
     assert measuring.parse(words).tables == words
-    for command in ("python -m benchmarks.plots", "python -m benchmarks.gpu_tests"):
+    for room in ("plots", "gpu_tests", "roofline", "readme"):
+        command = f"python -m benchmarks.{room}"
         assert commands(command)
         assert importlib.util.find_spec(command.split()[-1]) is not None
 
