@@ -156,6 +156,11 @@ class Lazy:
             self._value, self._make = self._make(*map(force, self.arguments)), None
         return self._value
 
+    @property
+    def pending(self) -> bool:
+        """Whether it has not been computed."""
+        return self._make is not None
+
     def again(self) -> Any:
         """The register, computed for this place alone if it was not yet; for use in a branch."""
         if self._make is None or not self.operation:
@@ -175,7 +180,7 @@ def again(lane: Any) -> Any:
 
 def anchor(lane: Any) -> None:
     """Compute what the lane rests on and cannot be computed again."""
-    if isinstance(lane, Lazy):
+    if isinstance(lane, Lazy) and lane.pending:
         if lane.operation:
             for argument in lane.arguments:
                 anchor(argument)

@@ -50,7 +50,11 @@ def choose(problem: Problem, target: Target) -> Schedule:
     rows = problem.expected_m
     if not rows:
         return widest
-    best = min(schedules(problem, target), key=lambda s: clocks(s, problem, rows, SMS))
+    # Of equals the first that leaves no CTA of a cluster without rows.
+    best = min(
+        schedules(problem, target),
+        key=lambda s: (clocks(s, problem, rows, SMS), s.cluster_m > 1 and rows <= s.tile_m),
+    )
     allowed = MARGIN * clocks(widest, problem, rows, SMS)
     return best if clocks(best, problem, rows, SMS) < allowed else widest
 

@@ -195,12 +195,11 @@ class HopperGemm:
         walk = Walk(block % self.cluster, first, step, tiles_m, count)
         cute.arch.griddepcontrol_wait()
 
-        if warp == 0:
+        if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            self._produce(a_atom, a, b_atom, b, matrix, shared, loads, walk)
-        elif warp < 4:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if cutlass.const_expr(self.staged):
+            if warp == 0:
+                self._produce(a_atom, a, b_atom, b, matrix, shared, loads, walk)
+            elif cutlass.const_expr(self.staged):
                 self._stage(arguments, shared, staging, walk, thread)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)

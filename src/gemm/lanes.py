@@ -357,7 +357,8 @@ class KernelContext(Context):
         tested = operands_of(masks, "isnan")
         if tested is not None:
             found = largest.magnitude([x for (x,) in tested])
-            return found != found
+            # Where a factor is infinite, so is the product of the largest; that of a zero is NaN.
+            return (found != found) | (found >= Float32(INFINITY))
         some = Boolean(False)
         for mask in masks:
             some = some | Boolean(force(mask))

@@ -30,15 +30,20 @@ def panelled(resolved: Resolved, layout: ArgumentLayout) -> tuple[str, ...]:
                     name = step.names[local]
                     names.add(name)
                     spec = layout[name]
-                    if spec.dtype.itemsize > 2 or spec.alignment < VECTOR or not _whole(step):
+                    unaligned = spec.dtype.itemsize > 2 or spec.alignment < VECTOR
+                    if unaligned or not _whole(step, int(spec.shape[1])):
                         unfit.add(name)
     return tuple(sorted(names - unfit))
 
 
-def _whole(step: Step) -> bool:
-    """Whether each group of the step's value is 32 adjacent columns from a multiple of 32."""
-    domain = step.domain
-    cut = domain.halves and domain.remaining(0, 0) is not None
+def _whole(step: Step, columns: int) -> bool:
+    """Whether each group of the step's value is 32 adjacent columns from a multiple of 32.
+
+    Padding must lie behind the last of the output's ``columns``, where TMA writes nothing.
+    """
+    domain = step.split.domain if step.split else step.domain
+    inside = domain.halves or step.first_column + domain.columns < columns
+    cut = inside and domain.remaining(0, 0) is not None
     starts = [step.first_column, domain.origin(1), *(domain.offset(s) for s, _ in domain.groups)]
     wide = all(lanes * 4 == PANEL_COLUMNS for _, lanes in domain.groups)
     return wide and not cut and not any(start % PANEL_COLUMNS for start in starts)

@@ -119,10 +119,19 @@ class Plan:
         self._itemsize = spec.problem.dtype.itemsize
         self._row_bytes = spec.problem.depth * self._itemsize
         self._readers = [(s.name, _reader(s)) for s in spec.layout.operands]
+        matrices = [s for s in spec.layout.operands if s.fields == ("address", "row_stride")]
+        widths = {s.name: int(s.shape[1]) * s.dtype.itemsize for s in matrices}
         written = [s for s in spec.layout.operands if s.kind.written]
-        rows = [s for s in written if s.fields == ("address", "row_stride")]
-        self._scattered = [(s.name, s.first) for s in written if s not in rows]
-        self._matrices = [(s.name, s.first, int(s.shape[1]) * s.dtype.itemsize) for s in rows]
+        self._scattered = [(s.name, s.first) for s in written if s not in matrices]
+        self._outputs = [(s.name, s.first, widths[s.name]) for s in matrices if s.kind.written]
+        # An output may be the very matrix that is read: every tile reads its part before it writes it.
+        self._pairs = [
+            (s, t.name, s.first, widths[s.name], t.first, widths[t.name])
+            for t in matrices
+            if t.kind.written
+            for s in matrices
+            if not s.kind.written or s.first < t.first
+        ]
         self._takes_scale = "weight_scale" in spec.resolved.kinds
         self._clusters: dict[int, int] = {}
         self._seen: WeakSet[Packed] = WeakSet()
@@ -197,12 +206,14 @@ class Plan:
         for name, index in self._scattered:
             if first <= found[index] < last:
                 raise _overlapping(name, operands[name])
-        for name, index, width in self._matrices:
-            address, step = found[index], found[index + 1]
-            if address < last and first < address + (rows - 1) * step + width:
-                column = (address - first) % stride
-                if step != stride or not self._row_bytes <= column <= stride - width:
-                    raise _overlapping(name, operands[name])
+        mine = (first, stride, self._row_bytes)
+        for name, index, width in self._outputs:
+            if _share((found[index], found[index + 1], width), mine, rows):
+                raise _overlapping(name, operands[name])
+        for other, name, i, i_width, j, j_width in self._pairs:
+            one, two = (found[i], found[i + 1], i_width), (found[j], found[j + 1], j_width)
+            if _share(one, two, rows) and (other.kind.written or one != two):
+                raise _overlapping(name, operands[name], other.name)
         return tuple(found) if rows else None
 
     def _admit(self, x: torch.Tensor) -> int:
@@ -291,8 +302,16 @@ class Plan:
 Reader = Callable[[torch.Tensor, int, list[int]], None]
 
 
-def _overlapping(name: str, given: torch.Tensor) -> ArgumentError:
-    return _wrong(name, given, "memory apart from x", "allocate it apart from x")
+def _share(one: tuple[int, int, int], two: tuple[int, int, int], rows: int) -> bool:
+    """Whether matrices of (address, row stride, row width), in bytes, share any; columns of one buffer need not."""
+    (a, a_step, a_width), (b, b_step, b_width) = one, two
+    if a >= b + (rows - 1) * b_step + b_width or b >= a + (rows - 1) * a_step + a_width:
+        return False
+    return a_step != b_step or not b_width <= (a - b) % b_step <= b_step - a_width
+
+
+def _overlapping(name: str, given: torch.Tensor, other: str = "x") -> ArgumentError:
+    return _wrong(name, given, f"memory apart from {other}", f"allocate it apart from {other}")
 
 
 def _wrong(name: str, given: Any, expected: str, fix: str) -> ArgumentError:

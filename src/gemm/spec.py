@@ -27,6 +27,9 @@ from epicute.jit import CompileKey, Target, modules_digest
 
 __all__ = ["GemmKernel", "GemmSpec", "kernel_for"]
 
+LARGEST = 2**31 - 512
+"""Most columns and deepest K: padded to whole tiles and vectors they stay in 32 bits."""
+
 MODULES = ("epicute.gemm.kernel", "epicute.gemm.spec")
 """Modules whose source, with all they import from this package, makes the machine code."""
 
@@ -137,14 +140,21 @@ def kernel_for(
     composition = compose(composition)
     for name, size in (("n", n), ("k", k)):
         require(
-            isinstance(size, int) and 1 <= size < 2**31,
+            isinstance(size, int) and 1 <= size <= LARGEST,
             name,
             size,
-            "an integer from 1 to 2**31 - 1",
+            f"an integer from 1 to {LARGEST}",
             "give the weight's shape",
         )
     require(
         dtype in DTYPES, "dtype", dtype, ", ".join(map(str, DTYPES)), "convert x and the weight"
+    )
+    require(
+        expected_m is None or (isinstance(expected_m, int) and expected_m >= 0),
+        "expected_m",
+        expected_m,
+        "a number of rows",
+        "leave it out where the rows are not known",
     )
     target = target or Target.detect()
     resolved = resolve(composition, n)

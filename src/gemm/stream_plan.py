@@ -73,6 +73,21 @@ class StreamPlan:
         """The last unit that reads of the stage."""
         return (self.boxes_of(stage)[-1] * BOX_BYTES + BOX_BYTES - 1) // self.width
 
+    def holds(self, groups: list[tuple[int, int]]) -> bool:
+        """Whether each group of a quad, (first byte in the unit, bytes), lies in one box, in every unit."""
+        return all(
+            (unit * self.width + first) % BOX_BYTES + count <= BOX_BYTES
+            for unit in range(self.units)
+            for first, count in groups
+        )
+
+    def held(self, pingpong: bool) -> int:
+        """Stages that must be there at once: those of one unit; in ping-pong all, beside the last of A and B."""
+        if pingpong:
+            return self.stages + 1
+        reads = [(self.first_unit(s), self.last_unit(s)) for s in range(self.stages)]
+        return max(sum(a <= unit <= b for a, b in reads) for unit in range(self.units))
+
     def place(self, byte: int) -> tuple[int, int, int]:
         """(stage, box in the stage, byte in its row) of a byte of a tile's row."""
         box, rest = divmod(byte, BOX_BYTES)
@@ -85,8 +100,9 @@ def stream_plan(
 ) -> StreamPlan | None:
     """The first matrix operand that can be streamed; None where none can, or none is read.
 
-    Its columns must be those of the packed order, in whole boxes for each tile, and its rows begin at multiples of 16
-    bytes. Others are loaded by the epilogue itself.
+    Its columns must be those of the packed order, in whole boxes for each tile, its rows begin at multiples of 16
+    bytes, what a quad reads at once lie in one box, and the pipeline be deep enough. Others are loaded by the epilogue
+    itself.
     """
     if len(resolved.ranges) > 1:
         return None
@@ -99,9 +115,11 @@ def stream_plan(
             spec = layout[step.names[local]]
             size = spec.dtype.itemsize
             width = domain.unit * size
-            whole = width * units % BOX_BYTES == 0
-            lanes = all(BOX_BYTES % (4 * n * size) == 0 for _, n in domain.groups)
-            if isinstance(kind, Matrix) and whole and lanes and spec.alignment % VECTOR == 0:
-                capacity = 1 + schedule.tile_n // schedule.tile_m
-                return StreamPlan(spec.name, spec.dtype, width, units, capacity)
+            if not isinstance(kind, Matrix) or spec.alignment % VECTOR or width * units % BOX_BYTES:
+                continue
+            groups = [(slot * size, 4 * lanes * size) for slot, lanes in domain.groups]
+            capacity = 1 + schedule.tile_n // schedule.tile_m
+            plan = StreamPlan(spec.name, spec.dtype, width, units, capacity)
+            if plan.holds(groups) and plan.held(schedule.pingpong) <= schedule.stages:
+                return plan
     return None

@@ -107,7 +107,9 @@ class Stream:
         """Hand back the stages that ``unit`` is the last to read of."""
         for stage in range(self.plan.stages):
             if self.plan.last_unit(stage) == unit:
-                cute.arch.sync_warp()  # the lane that hands back speaks for all that read
+                # Loads of ours, then writes of TMA: another proxy. The lane that hands back speaks for its warp.
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
                 self._loads.consumer_release(self._done)
                 self._done.advance()
 

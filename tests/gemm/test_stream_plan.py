@@ -9,7 +9,16 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from epicute.epilogues import Bias, Columns, ResidualAdd, Store, SwiGLU, compose
+from epicute.epilogues import (
+    Bias,
+    Columns,
+    HeadNorm,
+    ResidualAdd,
+    RoPE,
+    Store,
+    SwiGLU,
+    compose,
+)
 from epicute.epilogues.resolve import resolve
 from epicute.gemm import Schedule
 from epicute.gemm.arguments import ArgumentLayout
@@ -108,3 +117,57 @@ def test_narrow_units_share_a_box() -> None:
     shared = replace(plan, capacity=1)
     assert [shared.first_unit(s) for s in range(4)] == [0, 2, 4, 6]
     assert [shared.last_unit(s) for s in range(4)] == [1, 3, 5, 7]
+
+
+HEADS = [
+    (64, 0),
+    (64, 32),
+    (80, 0),
+    (80, 32),
+    (96, 0),
+    (96, 48),
+    (128, 0),
+    (128, 80),
+    (128, 96),
+    (256, 96),
+]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), HEADS)
+def test_a_quad_reads_within_one_box(head_dim: int, rotary_dim: int, dtype: torch.dtype) -> None:
+    """Quad lane t has the bytes from first + t / 4 of the group on: an address is formed once for all four."""
+    chain = ResidualAdd() >> RoPE(head_dim, rotary_dim) >> Store(BF16)
+    width = 256 // head_dim * head_dim
+    schedule = Schedule(tile_n=width, cluster_m=1)
+    plan = maybe(chain, 12 * head_dim, schedule, dtypes={"residual": dtype})
+    resolved = resolve(compose(chain), 12 * head_dim)
+    groups = resolved.ranges[0].steps[0].domain.groups
+    size = dtype.itemsize
+    straddles = any(
+        (u * head_dim + slot) * size // BOX_BYTES
+        != (u * head_dim + slot + 4 * n - 1) * size // BOX_BYTES
+        for u in range(width // head_dim)
+        for slot, n in groups
+    )
+    if width * size % BOX_BYTES or straddles:
+        assert plan is None
+    elif plan is None:
+        assert schedule.stages < 2  # nothing else forbids it
+    else:
+        for u in range(plan.units):
+            for slot, n in groups:
+                places = {plan.place((u * head_dim + slot + i) * size)[:2] for i in range(4 * n)}
+                assert len(places) == 1
+
+
+def test_an_operand_waits_for_no_stage_that_is_not_there() -> None:
+    """In ping-pong all of its stages stand beside the last of A and B."""
+    chain = ResidualAdd() >> Store(BF16)
+    layout = {"dtypes": {"residual": FP32}}
+    deep, flat = (Schedule(64, 256, 1, stages, pingpong=True) for stages in (3, 2))
+    assert plan_of(chain, 4096, deep, **layout).stages == 2
+    assert maybe(chain, 4096, flat, **layout) is None
+    wide = HeadNorm(256) >> ResidualAdd() >> Store(BF16)
+    assert plan_of(wide, 4096, Schedule(stages=3), **layout).held(False) == 3
+    assert maybe(wide, 4096, Schedule(stages=2), **layout) is None
