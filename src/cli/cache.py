@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from typing import Any
 
@@ -13,7 +14,7 @@ from epicute.jit import Entry, ObjectCache
 __all__ = ["add_arguments", "run"]
 
 WIDEST = 60
-"""Characters of the summary of a key's fields."""
+"""Characters of an epilogue, and of the summary of a key's other fields, on a terminal; all of them elsewhere."""
 
 DAY = 86400.0
 
@@ -21,7 +22,8 @@ DAY = 86400.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``list``, and ``clear`` with an age."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="action")
-    actions.add_parser("list", help="show every kernel, most recently used first")
+    listing = actions.add_parser("list", help="show every kernel, most recently used first")
+    listing.add_argument("--json", action="store_true", help="print all that is known, as JSON")
     clear = actions.add_parser("clear", help="remove kernels; they are compiled anew when needed")
     clear.add_argument(
         "--unused-for", type=float, metavar="DAYS", help="only those not used for so many days"
@@ -35,11 +37,16 @@ def run(args: argparse.Namespace) -> int:
         return _clear(cache, args.unused_for)
     entries = cache.entries()
     if (reason := cache.unusable()) is not None:
-        print(f"not used: {reason}")
+        print(f"not used: {reason}", file=sys.stderr if args.json else sys.stdout)
         return 1
+    if args.json:
+        found = {"folder": str(cache.folder), "kernels": [_plain_entry(e) for e in entries]}
+        print(json.dumps(found, indent=2))
+        return 0
     if entries:
-        header = ("kernel", "arch", "fields", "size", "used", "registers", "spills")
-        print(table(header, [_row(entry) for entry in entries]))
+        widest = WIDEST if sys.stdout.isatty() else None
+        header = ("epilogue", "kernel", "arch", "fields", "size", "used", "registers", "spills")
+        print(table(header, [_row(entry, widest) for entry in entries]))
         print()
     total = volume(sum(entry.size for entry in entries))
     print(f"{len(entries)} kernels, {total} in {cache.folder}")
@@ -52,13 +59,16 @@ def _clear(cache: ObjectCache, days: float | None) -> int:
     return 0
 
 
-def _row(entry: Entry) -> tuple[str, ...]:
+def _row(entry: Entry, widest: int | None) -> tuple[str, ...]:
     key = json.loads(entry.canonical)
     report = entry.report
+    fields = key["fields"]
+    epilogue = _plain(fields.pop("epilogue", ["str", "-"]))
     return (
+        _cut(epilogue, widest),
         key["kernel"],
         key["target"],
-        _summary(key["fields"]),
+        _cut(_summary(fields), widest),
         volume(entry.size),
         f"{time_span(time.time() - entry.used)} ago",
         "?" if report.registers is None else str(report.registers),
@@ -66,12 +76,46 @@ def _row(entry: Entry) -> tuple[str, ...]:
     )
 
 
+def _plain_entry(entry: Entry) -> dict[str, Any]:
+    """An entry as JSON values."""
+    key = json.loads(entry.canonical)
+    return {
+        "epilogue": _plain(key["fields"]["epilogue"]) if "epilogue" in key["fields"] else None,
+        "kernel": key["kernel"],
+        "target": key["target"],
+        "fields": {name: _json(value) for name, value in key["fields"].items()},
+        "digest": entry.digest,
+        "object": str(entry.object),
+        "size": entry.size,
+        "used": entry.used,
+        "report": entry.report.to_json(),
+    }
+
+
+def _json(value: list[Any]) -> Any:
+    """A typed value of a key as JSON's own; what has parts of parts as the key has it."""
+    match value:
+        case ["int", text]:
+            return int(text)
+        case ["bool", text]:
+            return text == "True"
+        case ["none"]:
+            return None
+        case ["tuple", parts]:
+            return [_json(part) for part in parts]
+        case ["data", *_]:
+            return value
+    return float(_plain(value)) if value[0] == "float" else _plain(value)
+
+
+def _cut(text: str, widest: int | None) -> str:
+    return text if widest is None or len(text) <= widest else f"{text[:widest]}…"
+
+
 def _summary(fields: dict[str, Any]) -> str:
-    """The fields that are plain values, as far as they fit; ``…`` for the rest."""
+    """The fields that are plain values; ``…`` for the rest."""
     shown = [(name, _plain(value)) for name, value in fields.items()]
     text = " ".join(f"{name}={value}" for name, value in shown if value)
-    if len(text) > WIDEST:
-        return f"{text[:WIDEST]}…"
     return text if all(value for _, value in shown) else f"{text} …".lstrip()
 
 

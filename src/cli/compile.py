@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from epicute.cli.expression import DTYPES, composition_in, composition_of
 from epicute.errors import require
+
+if TYPE_CHECKING:
+    from epicute.epilogues import Composition
 
 __all__ = ["add_arguments", "run"]
 
@@ -22,11 +25,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--module", metavar="PATH:NAME", help="a composition of a Python file")
     parser.add_argument("--n", type=int, required=True, help="output features")
     parser.add_argument("--k", type=int, required=True, help="reduction depth")
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp8"), default="bf16")
+    parser.add_argument(
+        "--dtype",
+        choices=("bf16", "fp16", "fp8"),
+        help="of A and B; by default fp8 for a composition that begins with Dequantize, else bf16",
+    )
+    parser.add_argument(
+        "--accumulate", choices=("fast", "precise"), help="how fp8 products are added; see the docs"
+    )
+    parser.add_argument("--expected-m", type=int, metavar="ROWS", help="rows to tune for")
     parser.add_argument("--target", help="sm_90a; by default this machine's GPU, or sm_90a")
     parser.add_argument("--tile", metavar="MxN", help="rows and packed columns, say 128x256")
     parser.add_argument("--cluster", metavar="MxN", help="blocks of a cluster, say 2x1")
     parser.add_argument("--stages", type=int, help="pipeline stages")
+    parser.add_argument("--slots", type=int, help="panels of each output ring; 0 for none")
     parser.add_argument("--pingpong", action="store_true", help="tiles of one warpgroup each")
     parser.add_argument("--anyway", action="store_true", help="accept spills and the like")
 
@@ -35,31 +47,50 @@ def run(args: argparse.Namespace) -> int:
     """Compile and print composition, schedule and report."""
     import torch
 
+    from epicute.epilogues import compose
     from epicute.gemm import kernel_for
+    from epicute.gemm.explain import CACHES, report_text
     from epicute.gemm.fitting import compile_fitting
     from epicute.jit import Target, compile
 
-    composition = composition_in(args.module) if args.module else composition_of(args.epilogue)
+    found = composition_in(args.module) if args.module else composition_of(args.epilogue)
+    composition = compose(found)
+    dtype = args.dtype or ("fp8" if _dequantized(composition) else "bf16")
     problem = {
         "n": args.n,
         "k": args.k,
-        "dtype": getattr(torch, DTYPES[args.dtype]),
+        "dtype": getattr(torch, DTYPES[dtype]),
         "target": Target.parse(args.target) if args.target else Target.detect(),
+        "expected_m": args.expected_m,
+        "accumulate": args.accumulate,
     }
     kernel = kernel_for(composition, **problem)
     if changes := _changes(args):
         schedule = dataclasses.replace(kernel.spec.schedule, **changes)
         kernel = kernel_for(composition, **problem, schedule=schedule)
-        found = compile(kernel, strict=not args.anyway)
+        compiled = compile(kernel, strict=not args.anyway)
     else:
-        kernel, found = compile_fitting(kernel, strict=not args.anyway)
+        kernel, compiled = compile_fitting(kernel, strict=not args.anyway)
     print(composition)
     print()
-    schedule = kernel.spec.schedule
-    print(f"{args.n} x {args.k} {args.dtype} for {problem['target']}: {schedule}")
-    print(found.report)
-    print(f"{'from':<14} {'the compiler' if found.origin == 'compiled' else found.origin}")
+    if args.dtype is None and dtype == "fp8":
+        print("fp8, as the composition begins with Dequantize; --dtype bf16 for another dtype")
+    spec = kernel.spec
+    print(
+        f"{args.n} x {args.k} {dtype} for {problem['target']}: {spec.schedule}; "
+        f"{spec.problem.accumulate} accumulation"
+    )
+    print(report_text(compiled.report))
+    print(f"{'from':<14} {CACHES.get(compiled.origin, 'the compiler')}")
     return 0
+
+
+def _dequantized(composition: Composition) -> bool:
+    """Whether the composition, or every range of it, begins with Dequantize."""
+    from epicute.epilogues import Dequantize
+
+    chains = [policies for _, _, policies in composition.branches()]
+    return all(bool(chain) and isinstance(chain[0], Dequantize) for chain in chains)
 
 
 def _changes(args: argparse.Namespace) -> dict[str, Any]:
@@ -69,8 +100,9 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
         changes["tile_m"], changes["tile_n"] = _pair("tile", args.tile)
     if args.cluster:
         changes["cluster_m"], changes["cluster_n"] = _pair("cluster", args.cluster)
-    if args.stages:
-        changes["stages"] = args.stages
+    for name in ("stages", "slots"):
+        if (given := getattr(args, name)) is not None:
+            changes[name] = given
     if args.pingpong:
         changes["pingpong"] = True
     return changes

@@ -170,7 +170,9 @@ def _compiled(job: Job, planner: Planner) -> Any:
     except UnsupportedError as error:
         print(f"not compiled: {error}\n")
         return None
-    print(f"{made.report}\n")
+    from epicute.gemm.explain import report_text
+
+    print(f"{report_text(made.report)}\n")
     return made
 
 

@@ -153,6 +153,11 @@ def _cache() -> Iterator[Finding]:
         yield Finding("cache", f"memory only: {says}", "lacking", fix)
         return
     entries = cache.entries()
+    if (reason := cache.unwritable()) is not None:
+        says, _, fix = reason.partition(". Fix: ")
+        kept = f", {len(entries)} kernels are read" if entries else ""
+        yield Finding("cache", f"memory only: {says}{kept}", "lacking", fix)
+        return
     size = volume(sum(entry.size for entry in entries))
     yield Finding("cache", f"{cache.folder}, {len(entries)} kernels, {size}")
 

@@ -76,6 +76,9 @@ class Columns:
         """Columns of all ranges."""
         return sum(width for _, width, _ in self.ranges)
 
+    def __str__(self) -> str:
+        return str(compose(self))
+
 
 def _check_width(name: str, width: int, form: Form) -> None:
     require(

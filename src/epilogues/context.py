@@ -23,7 +23,7 @@ import torch
 
 from epicute.epilogues.operands import Operand
 from epicute.epilogues.policy import Pairwise, Policy, Tap
-from epicute.epilogues.values import OPERATIONS, Table, Value, operation
+from epicute.epilogues.values import NAMED, OPERATIONS, Table, Value, operation
 from epicute.errors import CompositionError, require
 
 __all__ = ["ROUNDING", "Context", "run_body"]
@@ -35,6 +35,15 @@ ROUNDING = {
 }
 """Operation that rounds to a stored dtype; float32 needs none."""
 
+WRITES = {
+    "Output": "ctx.store({!r}, x)",
+    "PartialsOutput": "ctx.partials({!r}, ctx.total(x))",
+    "Maximum": "ctx.record_max({!r}, abs(x))",
+    "Counter": "ctx.count({!r}, mask)",
+    "Cells": "ctx.place({!r}, x)",
+}
+"""How a body writes an operand of each kind."""
+
 
 class Context(ABC):
     """One policy's view; an interpreter makes one for each policy of a chain."""
@@ -44,6 +53,7 @@ class Context(ABC):
         self._kept = kept
         self._table = table
         self._kinds = dict(policy.operands)
+        self._done: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
         if name in OPERATIONS:
@@ -51,9 +61,9 @@ class Context(ABC):
         if name.startswith("_") or name not in self._kinds:
             known = ", ".join(sorted(self.__dict__.get("_kinds", {}))) or "none"
             raise CompositionError(
-                f"ctx.{name}: got an unknown name in {self._policy.title}, expected an operation or "
-                f"one of the declared operands ({known}). Fix: declare it, e.g. "
-                f"@policy({name}=RowVector)"
+                f"ctx.{name}: got an unknown name in {self._policy.title}, expected an operation "
+                f"({', '.join(NAMED)}) or one of the declared operands ({known}). "
+                f"Fix: use what is there, or declare an operand, e.g. @policy({name}=RowVector)"
             )
         kind = self._kinds[name]
         require(
@@ -65,6 +75,11 @@ class Context(ABC):
             CompositionError,
         )
         return Value(self._read(name, kind), self._table)
+
+    def _writes(self, name: str, kind: str) -> Operand:
+        """The written operand ``name``, which is now written."""
+        self._done.add(name)
+        return self._written(name, kind)
 
     def _written(self, name: str, kind: str) -> Operand:
         found = self._kinds.get(name)
@@ -99,25 +114,25 @@ class Context(ABC):
 
     def store(self, name: str, x: Value) -> Value:
         """Write ``x`` to an ``Output``; returns it as stored, before any scale."""
-        return Value(self._store(name, self._written(name, "Output"), x.raw), self._table)
+        return Value(self._store(name, self._writes(name, "Output"), x.raw), self._table)
 
     def partials(self, name: str, total: Value) -> None:
         """Write the groups' values to a ``PartialsOutput``."""
-        self._partials(name, self._written(name, "PartialsOutput"), total.raw)
+        self._partials(name, self._writes(name, "PartialsOutput"), total.raw)
 
     def record_max(self, name: str, x: Value) -> None:
         """Raise a ``Maximum`` to the largest finite ``x`` (not negative)."""
-        self._written(name, "Maximum")
+        self._writes(name, "Maximum")
         self._record_max(name, x.raw)
 
     def count(self, name: str, mask: Value) -> None:
         """Add the number of true elements to a ``Counter``."""
-        self._written(name, "Counter")
+        self._writes(name, "Counter")
         self._count(name, mask.raw)
 
     def place(self, name: str, x: Value) -> Value:
         """Write ``x`` to ``Cells``; returns it as stored, before any scale."""
-        return Value(self._place(name, self._written(name, "Cells"), x.raw), self._table)
+        return Value(self._place(name, self._writes(name, "Cells"), x.raw), self._table)
 
     def placed(self, name: str) -> Value:
         """Whether each row has a slot in ``Cells``."""
@@ -154,7 +169,8 @@ class Context(ABC):
 
 
 def run_body(ctx: Context, *values: Value) -> Any:
-    """What the body of the context's policy makes of ``values``; refuses another number of results than its role has.
+    """What the body of the context's policy makes of ``values``; refuses another number of results than its role has,
+    and an operand that is declared as written and was not.
 
     One value, two where a ``Pairwise`` keeps the pair; a ``Tap`` may return None.
     """
@@ -171,4 +187,17 @@ def run_body(ctx: Context, *values: Value) -> Any:
         "return what the body computed, with ctx operations rather than Python numbers",
         CompositionError,
     )
+    _check_written(ctx)
     return out
+
+
+def _check_written(ctx: Context) -> None:
+    """Refuse an operand that the policy declares as written and whose body did not write it."""
+    for name, kind in ctx._kinds.items():
+        if kind.written and name not in ctx._done:
+            how = WRITES.get(type(kind).__name__, "a write of {!r}").format(name)
+            raise CompositionError(
+                f"{ctx._policy.title}: operand {name!r}: got {kind} that the body does not write, "
+                "expected a write of every operand that is declared as written. "
+                f"Fix: call {how} in the body, or declare no {name}"
+            )

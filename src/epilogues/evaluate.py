@@ -40,7 +40,8 @@ def evaluate(composition: Composition, acc: Any, operands: Mapping[str, Any]) ->
     Args:
         composition: a complete composition.
         acc: (M, N) array or CPU tensor; taken as float32.
-        operands: by name, tensors or arrays as ``run`` takes them. Written ones may be left out; ``Maximum``,
+        operands: by name, tensors or arrays as ``run`` takes them; numbers and tensors without dimensions for those of
+            shape (1,). Written ones may be left out; ``Maximum``,
             ``Counter`` and ``Cells`` given are started from and not changed.
 
     Returns:
@@ -106,7 +107,7 @@ class _State:
     def __init__(self, resolved: Resolved, rows: int, given: Mapping[str, Any]) -> None:
         self.rows = rows
         self.kinds = resolved.kinds
-        self.shapes = {
+        self.shapes: dict[str, Any] = {
             n: tuple(rows if d == "M" else d for d in shape) for n, shape in resolved.shapes.items()
         }
         self.given = given
@@ -144,11 +145,11 @@ class _State:
         )
 
     def array(self, name: str) -> np.ndarray:
-        return _array(self.given[name])
+        return _array(self.given[name]).reshape(self.shapes[name])
 
     def slots(self, name: str) -> np.ndarray:
-        given = self.given[name]
-        return _as_tensor(given).cpu().to(torch.int64).numpy()
+        given = _as_tensor(self.given[name]).cpu().to(torch.int64).numpy()
+        return given.reshape(self.shapes[name])
 
     def results(self) -> dict[str, Any]:
         found = {}

@@ -27,6 +27,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from epicute.epilogues.values import OPERATIONS
 from epicute.errors import CompositionError, require
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "Slots",
     "as_operand",
     "check_declared",
+    "check_name",
     "heads_of",
 ]
 
@@ -200,6 +202,38 @@ def as_operand(kind: Operand | type[Operand]) -> Operand:
     return found
 
 
+RESERVED = frozenset(
+    (
+        *("total", "largest", "as_kept"),
+        *("store", "partials", "record_max", "count", "place", "placed"),
+    )
+)
+"""Names of ``ctx`` beside the operations."""
+
+ARGUMENTS = frozenset(("self", "acc", "x", "packed", "epilogue", "composition", "accumulate"))
+"""Arguments of ``linear``, ``Plan.run``, ``evaluate`` and their like, next to which operands are bound by name."""
+
+
+def check_name(title: str, name: str) -> None:
+    """Refuse an operand of the policy ``title`` whose name means something else in a body or a call."""
+    require(
+        name not in OPERATIONS and name not in RESERVED and not name.startswith("_"),
+        f"{title}: operand",
+        name,
+        "a name that is no operation of ctx and has no leading underscore",
+        f"rename it, e.g. {name.strip('_')}_values",
+        CompositionError,
+    )
+    require(
+        name not in ARGUMENTS,
+        f"{title}: operand",
+        name,
+        "a name that is no argument of linear, run or evaluate, which bind operands by name",
+        f"rename it, e.g. {name}_values",
+        CompositionError,
+    )
+
+
 SIZES = ("head_dim", "length", "width", "over")
 """Fields of kinds that say how wide something is; none may be left at 0."""
 
@@ -207,6 +241,7 @@ SIZES = ("head_dim", "length", "width", "over")
 def check_declared(title: str, kinds: Mapping[str, Operand], over: int) -> None:
     """Refuse operands that the policy ``title``, which reduces over ``over`` columns, cannot have."""
     for name, kind in kinds.items():
+        check_name(title, name)
         for size in SIZES:
             require(
                 getattr(kind, size, 1) > 0,

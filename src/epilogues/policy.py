@@ -25,8 +25,8 @@ from functools import cached_property
 from pickle import PicklingError
 from typing import TYPE_CHECKING, Any
 
-from epicute.epilogues.operands import Operand, as_operand
-from epicute.epilogues.values import OPERATIONS, Value
+from epicute.epilogues.operands import Operand, as_operand, check_name
+from epicute.epilogues.values import Value
 from epicute.errors import ArgumentError, CompositionError, require
 from epicute.jit.source import source_digest
 
@@ -84,8 +84,12 @@ class Policy:
         return f"{self.name}_{local}" if self.name else local
 
     def settings(self) -> tuple[tuple[str, Any], ...]:
-        """The fields that differ from nothing: what a drawing shows and the compile key holds."""
+        """The fields and their values, which the compile key holds."""
         return tuple((f.name, getattr(self, f.name)) for f in fields(self))
+
+    def shown(self) -> tuple[tuple[str, Any], ...]:
+        """The settings that a drawing shows."""
+        return self.settings()
 
     def key(self) -> tuple[Any, ...]:
         """Share of the compile key: class, fields and source of the body."""
@@ -119,7 +123,7 @@ class Policy:
         return compose(self).evaluate(acc, **operands)
 
     def __str__(self) -> str:
-        shown = ", ".join(f"{n}={_show(v)}" for n, v in self.settings() if v not in ("", None))
+        shown = ", ".join(f"{n}={_show(v)}" for n, v in self.shown() if v not in ("", None))
         return f"{self.title}({shown})"
 
 
@@ -291,6 +295,12 @@ class FunctionPairwise(_FromFunction, Pairwise):
         extra = (("pairs", self.pairing), ("keeps", self.keeps), ("head_dim", self.head_dim))
         return (*super().settings(), *extra)
 
+    def shown(self) -> tuple[tuple[str, Any], ...]:
+        extra = (("pairs", self.pairing, "halves"), ("keeps", self.keeps, False))
+        extra += (("head_dim", self.head_dim, 0),)  # type: ignore[assignment]
+        differing = ((name, value) for name, value, default in extra if value != default)
+        return (*super().settings(), *differing)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionReducing(_FromFunction, Reducing):
@@ -325,6 +335,9 @@ class FunctionTap(_FromFunction, Tap):
     def settings(self) -> tuple[tuple[str, Any], ...]:
         return (*super().settings(), ("over", self.group))
 
+    def shown(self) -> tuple[tuple[str, Any], ...]:
+        return self.settings() if self.group else super().settings()
+
 
 def _parameters(function: Callable[..., Any], leading: int) -> dict[str, inspect.Parameter]:
     """The keyword-only parameters of a body; refuses any other signature."""
@@ -344,18 +357,18 @@ def _parameters(function: Callable[..., Any], leading: int) -> dict[str, inspect
 
 
 def _factory(cls: Any, function: Callable[..., Any], kinds: Mapping[str, Any], extra: Any) -> Any:
+    require(
+        inspect.isfunction(function),
+        "policy body",
+        f"{function!r:.60}",
+        "a function, whose operands the decorator's keyword arguments declare",
+        "put the decorator above a def, with operands as in @policy(bias=RowVector)",
+        CompositionError,
+    )
     known = _parameters(function, 3 if cls is FunctionPairwise else 2)
     operands = tuple((n, as_operand(k)) for n, k in kinds.items())
-    for n, kind in operands:
-        require(
-            n not in OPERATIONS and n not in RESERVED,
-            f"{function.__name__}: operand",
-            n,
-            "a name that is no operation of ctx",
-            f"rename it, e.g. {n}_values",
-            CompositionError,
-        )
-        del kind
+    for n, _ in operands:
+        check_name(function.__name__, n)
 
     def make(*, name: str = "", **given: Any) -> Policy:
         for field in given:
@@ -387,35 +400,48 @@ def _factory(cls: Any, function: Callable[..., Any], kinds: Mapping[str, Any], e
     return make
 
 
-RESERVED = frozenset(
-    (
-        *("total", "largest", "as_kept"),
-        *("store", "partials", "record_max", "count", "place", "placed"),
-    )
-)
-
-
-def policy(function: Any = None, **kinds: Any) -> Any:
+def policy(function: Any = None, /, **kinds: Any) -> Any:
     """Make an elementwise policy of ``body(x, ctx, *, field=…)``; keyword arguments declare operands."""
-    if function is not None:
-        return _factory(FunctionElementwise, function, {}, {})
-    return lambda body: _factory(FunctionElementwise, body, kinds, {})
+    return _decorator(FunctionElementwise, function, kinds, {})
 
 
-def pairwise(*, pairs: str = "halves", keeps: bool = False, head_dim: int = 0, **kinds: Any) -> Any:
+def pairwise(
+    function: Any = None,
+    /,
+    *,
+    pairs: str = "halves",
+    keeps: bool = False,
+    head_dim: int = 0,
+    **kinds: Any,
+) -> Any:
     """Make a pairwise policy of ``body(first, second, ctx, *, field=…)``; see ``Pairwise``."""
     require(
         pairs in ("halves", "interleaved"), "pairs", pairs, "'halves' or 'interleaved'", "name one"
     )
     extra = {"pairing": pairs, "keeps": keeps, "head_dim": head_dim}
-    return lambda body: _factory(FunctionPairwise, body, kinds, extra)
+    return _decorator(FunctionPairwise, function, kinds, extra)
 
 
-def reducing(*, over: int, **kinds: Any) -> Any:
+def reducing(function: Any = None, /, *, over: int = 0, **kinds: Any) -> Any:
     """Make a reducing policy of ``body(x, ctx, *, field=…)`` over groups of ``over`` columns; see ``Reducing``."""
-    return lambda body: _factory(FunctionReducing, body, kinds, {"group": over})
+    require(
+        isinstance(over, int) and over > 0,
+        "reducing: over",
+        over or "nothing",
+        "the number of columns of a group",
+        "write @reducing(over=64) above the body",
+        CompositionError,
+    )
+    return _decorator(FunctionReducing, function, kinds, {"group": over})
 
 
-def tap(*, over: int = 0, **kinds: Any) -> Any:
+def tap(function: Any = None, /, *, over: int = 0, **kinds: Any) -> Any:
     """Make a tap of ``body(x, ctx, *, field=…)``; what it returns is passed on, None passes ``x``."""
-    return lambda body: _factory(FunctionTap, body, kinds, {"group": over})
+    return _decorator(FunctionTap, function, kinds, {"group": over})
+
+
+def _decorator(cls: Any, function: Any, kinds: Mapping[str, Any], extra: Any) -> Any:
+    """What a decorator gives: the policy's factory where it stands bare, else what takes the body."""
+    if function is not None:
+        return _factory(cls, function, kinds, extra)
+    return lambda body: _factory(cls, body, kinds, extra)

@@ -26,6 +26,60 @@ OPERATIONS: Mapping[str, int] = {
 ``round_*`` round once to the nearest value of the type, ties to even, and ``round_float8`` saturates at 448 and keeps
 NaN."""
 
+_OPERATORS = frozenset(
+    (
+        *("add", "sub", "mul", "div", "neg", "abs", "lt", "le", "gt", "ge", "eq", "ne"),
+        *("logical_and", "logical_or", "logical_not"),
+    )
+)
+
+NAMED = tuple(name for name in OPERATIONS if name not in _OPERATORS)
+"""Operations that have no operator of Python's and are called as ``ctx.…``."""
+
+_INSTEAD = {
+    "**": "write x * x, or ctx.exp2(y * ctx.log2(x)) for a positive x",
+    "%": "write x - y * ctx.floor(x / y)",
+    "//": "write ctx.floor(x / y)",
+    "^": "write (a & ~b) | (b & ~a)",
+    "relu": "write ctx.max(x, 0.0)",
+    "maximum": "write ctx.max(a, b)",
+    "minimum": "write ctx.min(a, b)",
+    "silu": "write x * ctx.sigmoid(x)",
+    "square": "write x * x",
+}
+"""What to write where a body asks for what there is not."""
+
+_ARRAY_OPERATORS = {
+    "add": "add",
+    "subtract": "sub",
+    "multiply": "mul",
+    "divide": "div",
+    "true_divide": "div",
+    "less": "lt",
+    "less_equal": "le",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "equal": "eq",
+    "not_equal": "ne",
+}
+"""NumPy's name of an operator to the operation's, for NumPy scalars to the left of a value."""
+
+
+def _no_such(what: str, name: str) -> CompositionError:
+    fix = f"write ctx.{name}(…)" if name in NAMED else "build it from those"
+    return CompositionError(
+        f"policy body: got {what}, expected + - * / abs, comparisons, & | ~, and of ctx "
+        f"{', '.join(NAMED)}. Fix: {_INSTEAD.get(name, fix)}"
+    )
+
+
+def _refused(symbol: str) -> Callable[..., Any]:
+    def refuse(self: Value, *_: Any) -> Any:
+        raise _no_such(f"{symbol} on a value", symbol)
+
+    return refuse
+
+
 Table = Mapping[str, Callable[..., Any]]
 
 
@@ -103,6 +157,38 @@ class Value:
         return self._do("logical_not", self)
 
     __hash__ = None  # type: ignore[assignment]
+
+    __pow__ = __rpow__ = _refused("**")
+    __mod__ = __rmod__ = _refused("%")
+    __floordiv__ = __rfloordiv__ = _refused("//")
+    __xor__ = __rxor__ = _refused("^")
+    __matmul__ = __rmatmul__ = _refused("@")
+    __lshift__ = __rlshift__ = _refused("<<")
+    __rshift__ = __rrshift__ = _refused(">>")
+    __pos__ = _refused("unary +")
+    __round__ = _refused("round()")
+    __int__ = __index__ = _refused("a conversion to int")
+    __getitem__ = _refused("an index")
+    __iter__ = _refused("iteration")
+    __len__ = _refused("len()")
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **_: Any) -> Value:
+        """NumPy scalars may stand to the left of an operator; NumPy's functions know no values."""
+        name = _ARRAY_OPERATORS.get(ufunc.__name__)
+        if name is None or method != "__call__" or any(getattr(x, "ndim", 0) for x in inputs):
+            raise _no_such(f"np.{ufunc.__name__} of a value", ufunc.__name__)
+        plain = (x if isinstance(x, Value) else getattr(x, "item", lambda x=x: x)() for x in inputs)
+        return self._do(name, *plain)
+
+    def __array_function__(self, function: Any, *_: Any) -> Any:
+        raise _no_such(f"np.{function.__name__} of a value", function.__name__)
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise _no_such("a conversion of a value to an array", "")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        raise _no_such(f"torch's {function.__name__} of a value", function.__name__)
 
     def __bool__(self) -> bool:
         raise CompositionError(

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from epicute.epilogues.composition import Composition, compose
 from epicute.epilogues.policy import Policy
+from epicute.errors import require
 from epicute.gemm.fitting import compile_fitting
 from epicute.gemm.spec import GemmKernel, kernel_for
 from epicute.jit import Report, compile
 
-__all__ = ["describe", "explain"]
+__all__ = ["describe", "explain", "report_text"]
+
+TRADED = (24, 240)
+"""Registers per thread of a producer and a consumer warpgroup, once they have traded; a test holds it to the kernel."""
+
+CACHES = {"memory": "this process's memory", "disk": "the cache on disk"}
+"""Where code comes from that is not compiled now."""
 
 
 def explain(composition: Composition | Policy, n: int, k: int, **options: Any) -> str:
@@ -27,16 +36,46 @@ def explain(composition: Composition | Policy, n: int, k: int, **options: Any) -
 
     Raises what ``kernel_for`` and the compiler raise; code with spills is described, not refused.
     """
+    _check_options(options)
     kernel = kernel_for(compose(composition), n=n, k=k, **options)
     if options.get("schedule") is None:
         kernel, compiled = compile_fitting(kernel, strict=False)
     else:
         compiled = compile(kernel, strict=False)
-    return describe(kernel, compiled.report)
+    return describe(kernel, compiled.report, compiled.origin)
 
 
-def describe(kernel: GemmKernel, report: Report) -> str:
-    """The text of ``explain`` for a kernel that is compiled already."""
+def _check_options(options: Mapping[str, Any]) -> None:
+    parameters = inspect.signature(kernel_for).parameters
+    known = [name for name in parameters if name not in ("composition", "n", "k")]
+    unknown = [name for name in options if name not in known]
+    require(
+        not unknown,
+        "explain",
+        f"the option {', '.join(map(repr, unknown))}",
+        f"one of {', '.join(known)}",
+        "tile, cluster, stages and slots are fields of schedule=epicute.Schedule(…)",
+    )
+
+
+def report_text(report: Report, origin: str = "compiled") -> str:
+    """A GEMM's report: that registers are traded after the launch and, by ``origin``, whether it comes from a cache."""
+    text = str(report)
+    if report.registers is not None:
+        producer, consumer = TRADED
+        launch = f"{'registers':<14} {report.registers:,}"
+        traded = f"({producer} and {consumer} once the warpgroups have traded)"
+        text = text.replace(launch, f"{launch} at launch {traded}", 1)
+    if origin in CACHES:
+        lines = text.splitlines()
+        row = next(i for i, line in enumerate(lines) if line.startswith("compiled in"))
+        lines[row] += f", before; this code came from {CACHES[origin]}"
+        text = "\n".join(lines)
+    return text
+
+
+def describe(kernel: GemmKernel, report: Report, origin: str = "compiled") -> str:
+    """The text of ``explain`` for a kernel that is compiled already; ``origin`` as in ``Compiled``."""
     spec = kernel.spec
     problem = spec.problem
     lines = [
@@ -46,7 +85,7 @@ def describe(kernel: GemmKernel, report: Report) -> str:
         f"row order      {spec.resolved.order}",
         f"schedule       {spec.schedule}; {kernel.target.arch}",
         f"accumulate     {problem.accumulate}",
-        *str(report).splitlines(),
+        *report_text(report, origin).splitlines(),
         "",
     ]
     rows = [("operand", "shape", "dtype", "bytes aligned", "")]

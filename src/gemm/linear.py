@@ -8,23 +8,36 @@ from typing import Any
 
 import torch
 
-from epicute.epilogues.composition import Composition, compose
+from epicute.epilogues.composition import Composition, check_operands, compose
 from epicute.epilogues.operands import (
     Cells,
     Counter,
     Matrix,
     Maximum,
+    Operand,
     Output,
     PartialsOutput,
     Scalar,
 )
 from epicute.epilogues.policy import Policy
 from epicute.epilogues.resolve import Resolved, resolve
-from epicute.errors import require
-from epicute.gemm.plan import Plan, align_rows, plan
+from epicute.errors import ArgumentError, require
+from epicute.gemm.plan import (
+    Plan,
+    align_rows,
+    check_composition,
+    check_packed,
+    check_pair,
+    check_x,
+    plan,
+)
+from epicute.gemm.schedule import accumulation
 from epicute.weights import Packed
 
 __all__ = ["linear"]
+
+CALL = "linear(x, packed, epilogue)"
+"""How errors show the order of its arguments."""
 
 
 def linear(
@@ -45,29 +58,35 @@ def linear(
         x: (…, K), in the weight's dtype.
         packed: weight packed with ``epilogue.row_order(N)``.
         epilogue: a complete composition.
-        accumulate: ``"fast"`` or ``"precise"`` for float8; by default ``accumulation``'s rule.
-        **operands: its operands by name; Python floats are taken for ``Scalar`` ones.
+        accumulate: ``"fast"`` or ``"precise"`` for float8; by default ``accumulation``'s rule. CPU tensors are added
+            up in float32 either way.
+        **operands: its operands by name, as tensors; for ``Scalar`` ones ints and floats will do.
 
     Returns:
         The output where there is exactly one, with x's leading dimensions; else every written operand by name, as
         matrices of M rows.
     """
+    check_x(x, CALL)
+    check_packed(packed, "epilogue", CALL)
+    check_composition("epilogue", epilogue, CALL)
     composition = compose(epilogue)
-    leading = x.shape[:-1]
-    x = x.reshape(-1, x.shape[-1])
     n, k = packed.shape
     require(
-        x.shape[1] == k and x.dtype == packed.dtype,
+        x.dim() > 0 and x.shape[-1] == k and x.dtype == packed.dtype,
         "x",
         f"{tuple(x.shape)} {x.dtype}",
         f"(…, {k}) {packed.dtype}, as {packed.name}",
         "quantise x to the weight's format, or the weight to x's",
     )
+    leading = x.shape[:-1]
+    x = x.reshape(-1, k)
     resolved = resolve(composition, n)
-    packed.require_order(resolved.order, "the composition")
-    given = {n: _scalar(v, x.device) for n, v in operands.items()}
-    if "weight_scale" in resolved.kinds and packed.scale is not None:
-        given.setdefault("weight_scale", packed.scale)
+    check_pair("epilogue", resolved, packed)
+    accumulation(packed.dtype, k, accumulate)  # refuses; on the CPU there is nothing to choose
+    if packed.scale is not None:
+        operands.setdefault("weight_scale", packed.scale)
+    check_operands(composition, operands)
+    given = {n: _tensor(n, resolved.kinds[n], v, x.device) for n, v in operands.items()}
     if x.device.type == "cpu":
         acc = x.float() @ packed.unpack().codes.float().T
         found = composition.evaluate(acc, **given)
@@ -80,10 +99,19 @@ def linear(
     return found
 
 
-def _scalar(value: Any, device: torch.device) -> Any:
-    if isinstance(value, (int, float)):
+def _tensor(name: str, kind: Operand, value: Any, device: torch.device) -> torch.Tensor:
+    """An operand as given, or a number on the device."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
         return torch.full((1,), float(value), dtype=torch.float32, device=device)
-    return value
+    got = "None" if value is None else type(value).__name__
+    expected, fix = "a tensor", "make a tensor of it"
+    if isinstance(kind, Scalar):
+        expected, fix = "a tensor, an int or a float", f"{name}=0.5, or a float32 tensor of one"
+    elif kind.written and not isinstance(kind, Cells):
+        fix = f"call without {name} to have it allocated"
+    raise ArgumentError(f"{name}: got {got}, expected {expected}. Fix: {fix}")
 
 
 def _run(

@@ -12,9 +12,10 @@ from weakref import WeakSet
 
 import torch
 
-from epicute.epilogues.composition import Composition, check_operands, compose
+from epicute.epilogues.composition import Columns, Composition, check_operands, compose
 from epicute.epilogues.operands import Cells
 from epicute.epilogues.policy import Policy
+from epicute.epilogues.resolve import Resolved, resolve
 from epicute.errors import ArgumentError, UnsupportedError, require
 from epicute.gemm.arguments import OperandSpec
 from epicute.gemm.explain import describe
@@ -22,9 +23,15 @@ from epicute.gemm.fitting import compile_fitting
 from epicute.gemm.schedule import Schedule
 from epicute.gemm.spec import GemmKernel, kernel_for
 from epicute.jit import ObjectCache, Report, Target, compile
-from epicute.weights import Packed
+from epicute.weights import Packed, Quantized, Weight
 
 __all__ = ["Plan", "align_rows", "plan"]
+
+PLAN, RUN = "plan(composition, packed)", "run(x, packed, **operands)"
+"""How errors show the order of the arguments."""
+
+EPILOGUES = (Policy, Composition, Columns)
+WEIGHTS = (Packed, Quantized, Weight)
 
 LARGEST_M = 2**31 - 2**16
 """Rows that 32-bit tile arithmetic can count."""
@@ -58,6 +65,8 @@ def plan(
     Raises ArgumentError, CompositionError or UnsupportedError before anything is compiled, CompileError where the
     kernel would spill or serialise.
     """
+    check_composition("composition", composition, PLAN)
+    check_packed(packed, "composition", PLAN)
     composition = compose(composition)
     x_dtype = x_dtype or packed.dtype
     require(
@@ -68,15 +77,7 @@ def plan(
         "quantise the weight to that format",
     )
     n, k = packed.shape
-    packed.require_order(composition.row_order(n), "the composition")
-    needs_scale = packed.scale is not None and "weight_scale" not in composition.operands
-    require(
-        not needs_scale,
-        "composition",
-        f"no weight_scale for {packed.name}, whose codes have scales",
-        "Dequantize() first",
-        "write Dequantize(…) >> …",
-    )
+    check_pair("composition", resolve(composition, n), packed)
     kernel = kernel_for(
         composition,
         n=n,
@@ -97,6 +98,57 @@ def plan(
     if packed.device.type == "cuda":
         found.load(packed)
     return found
+
+
+def check_x(x: Any, call: str) -> None:
+    """Refuse an x that is no tensor; ``call`` shows the order of the arguments."""
+    if not isinstance(x, torch.Tensor):
+        elsewhere = isinstance(x, (*WEIGHTS, *EPILOGUES))
+        raise _wrong("x", x, "a tensor", f"call {call}" if elsewhere else "make a tensor of it")
+
+
+def check_packed(packed: Any, epilogue: str, call: str) -> None:
+    """Refuse a weight that is not packed, and say how to pack it for the argument ``epilogue``."""
+    if isinstance(packed, Packed):
+        return
+    fix = "read it with Packed.load(path), or make it with Weight(w).quantize(…).pack(…)"
+    if isinstance(packed, Weight):
+        fix = f"add .quantize(…).{_pack(packed.values, epilogue)}"
+    elif isinstance(packed, Quantized):
+        fix = f"add .{_pack(packed.codes, epilogue)}"
+    elif isinstance(packed, torch.Tensor):
+        fix = f"Weight(w).quantize(…).{_pack(packed, epilogue)}"
+    elif isinstance(packed, EPILOGUES):
+        fix = f"call {call}"
+    raise _wrong("packed", packed, "a Packed weight", fix)
+
+
+def _pack(matrix: torch.Tensor, epilogue: str) -> str:
+    return f"pack({epilogue}.row_order({matrix.shape[0] if matrix.dim() == 2 else 'n'}))"
+
+
+def check_composition(name: str, given: Any, call: str) -> None:
+    """Refuse what is neither policy nor composition, as the argument ``name``."""
+    if isinstance(given, EPILOGUES):
+        return
+    fix = "pass a policy, or several as a >> b"
+    if isinstance(given, (torch.Tensor, *WEIGHTS)):
+        fix = f"call {call}"
+    elif callable(given) and hasattr(given, "__name__"):
+        fix = f"call it: {given.__name__}(…)"
+    raise _wrong(name, given, "a policy or a composition", fix)
+
+
+def check_pair(name: str, resolved: Resolved, packed: Packed) -> None:
+    """Refuse a weight in another order than the composition's, and one whose scales it would drop."""
+    packed.require_order(resolved.order, f"the {name}")
+    require(
+        packed.scale is None or "weight_scale" in resolved.kinds,
+        name,
+        f"no weight_scale for {packed.name}, whose codes have scales",
+        "Dequantize() first",
+        "write Dequantize(…) >> …",
+    )
 
 
 def _target_of(device: torch.device) -> Target:
@@ -176,9 +228,13 @@ class Plan:
         self, x: torch.Tensor, packed: Packed, operands: dict[str, Any]
     ) -> tuple[int, ...] | None:
         """Check everything and return the kernel's arguments; None where M is 0."""
-        device = x.get_device()
+        try:
+            device = x.get_device()
+        except AttributeError:
+            check_x(x, RUN)
+            raise
         clusters = self._clusters.get(device) or self._admit(x)
-        if packed not in self._seen:
+        if not isinstance(packed, Packed) or packed not in self._seen:
             self._check_packed(packed)
         if packed.codes.get_device() != device:
             raise _wrong(
@@ -224,7 +280,7 @@ class Plan:
             "x",
             f"a tensor on {device}",
             "a CUDA tensor",
-            "move it, or use composition.evaluate on the CPU",
+            "move x and the weight to a GPU; without one, epicute.linear does the same on the CPU",
         )
         properties = torch.cuda.get_device_properties(device)
         capability = (properties.major, properties.minor)
@@ -242,6 +298,7 @@ class Plan:
         return clusters
 
     def _check_packed(self, packed: Packed) -> None:
+        check_packed(packed, "composition", RUN)
         problem = self._problem
         wanted = (problem.columns, problem.depth)
         require(
@@ -315,7 +372,7 @@ def _overlapping(name: str, given: torch.Tensor, other: str = "x") -> ArgumentEr
 
 
 def _wrong(name: str, given: Any, expected: str, fix: str) -> ArgumentError:
-    got = type(given).__name__
+    got = "None" if given is None else type(given).__name__
     if isinstance(given, torch.Tensor):
         got = f"{tuple(given.shape)} {given.dtype}, strides {given.stride()}, on {given.device}"
     return ArgumentError(f"{name}: got {got}, expected {expected}. Fix: {fix}")

@@ -6,7 +6,8 @@ memory is a tested sum, so that a schedule that does not fit is refused before a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -14,13 +15,16 @@ from epicute.errors import require
 from epicute.gemm.panels import ring_bytes
 from epicute.jit import Target
 
-__all__ = ["DTYPES", "Problem", "Schedule", "accumulation", "shared_memory"]
+__all__ = ["DTYPES", "Problem", "Schedule", "accumulation", "shared_memory", "typed"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """Dtypes of A and B."""
 
 DEPTH_BYTES = 128
 """Bytes of K in a stage: one swizzle atom."""
+
+BARRIER_BYTES = 16
+"""Bytes of a stage's two barriers."""
 
 RESERVED = 1024
 """Bytes that the runtime keeps and that aligning the buffers may cost."""
@@ -89,12 +93,19 @@ class Schedule:
         Clusters of four are no part of it: an H200 does not hold 32 of them at once, and 2x2 and 4x1 took 1.5 to 1.9
         times as long as 2x1.
         """
+        self._check_types()
+        legal = (64 * self.sharers, 128 * self.sharers)
+        # What is wrong for one mode may be right for the other.
+        other = "leave pingpong out" if self.pingpong else "set pingpong=True"
+        swapped = self.tile_m in ((128, 256) if self.pingpong else (64, 128))
         require(
-            self.tile_m in (64 * self.sharers, 128 * self.sharers),
+            self.tile_m in legal,
             "Schedule.tile_m",
             self.tile_m,
-            f"{64 * self.sharers} or {128 * self.sharers} (64 or 128 rows for each consumer warpgroup)",
-            f"use {64 * self.sharers}",
+            f"{legal[0]} or {legal[1]} {'with' if self.pingpong else 'without'} ping-pong "
+            "(64 or 128 rows for each consumer warpgroup)",
+            f"use {legal[0]}"
+            + (f", or {other}, which makes {self.tile_m} legal" if swapped else ""),
         )
         require(
             self.tile_n % 8 == 0 and 8 <= self.tile_n <= 256,
@@ -122,7 +133,7 @@ class Schedule:
             "Schedule",
             f"{self.tile_m}x{self.tile_n}",
             f"at most {64 * self.sharers}x256 accumulators, 128 registers a thread",
-            "narrow the tile",
+            f"use a tile_n of at most {256 // self.blocks}",
         )
         require(
             self.blocks == 1 or problem.unit <= 64,
@@ -146,26 +157,64 @@ class Schedule:
             "1, or 2 where cluster_m is 1 and the tiles along N are even in number",
             "use 1",
         )
-        need = shared_memory(self, problem)
         require(
-            2 <= self.stages and need <= target.smem_per_block,
-            "Schedule.stages",
-            f"{self.stages} ({need} bytes of shared memory)",
-            f"at least 2 and at most {target.smem_per_block} bytes",
-            "use fewer stages or a smaller tile",
+            self.slots == 0 or 2 <= self.slots <= 16,
+            "Schedule.slots",
+            self.slots,
+            "0, or 2 to 16",
+            "use 0, which stores straight from registers",
         )
         require(
-            self.slots == 0 or (2 <= self.slots <= 16 and self.blocks == 1),
+            self.slots == 0 or self.blocks == 1,
             "Schedule.slots",
             f"{self.slots} with tile_m {self.tile_m}",
             f"0, or 2 to 16 with tile_m {64 * self.sharers}",
-            "use 0",
+            f"use 0, or tile_m={64 * self.sharers}",
+        )
+        require(
+            self.stages >= 2,
+            "Schedule.stages",
+            self.stages,
+            "at least 2 (one is filled while another is multiplied)",
+            "use 3 or more",
+        )
+        self._check_memory(problem, target.smem_per_block)
+
+    def _check_types(self) -> None:
+        for field in fields(self):
+            wanted, given = type(field.default), getattr(self, field.name)
+            if type(given) is not wanted:
+                require(
+                    False,
+                    f"Schedule.{field.name}",
+                    typed(given),
+                    "True or False" if wanted is bool else "an int",
+                    f"write one, as {field.name}={field.default}",
+                )
+
+    def _check_memory(self, problem: Problem, most: int) -> None:
+        need = shared_memory(self, problem)
+        stages = self.stages - -(-max(need - most, 0) // (stage_bytes(self) + BARRIER_BYTES))
+        fixes = [f"{stages} stages"] if stages >= 2 else []
+        fixes += ["a smaller tile", *(["fewer slots"] if self.slots else [])]
+        slots = f" and {self.slots} slots" if self.slots else ""
+        require(
+            need <= most,
+            "Schedule.stages",
+            f"{self.stages} ({need} bytes of shared memory with {self.tile_m}x{self.tile_n}{slots})",
+            f"at most {most} bytes",
+            f"use {' or '.join(fixes)}",
         )
 
     def __str__(self) -> str:
         ring = f", output ring of {self.slots}" if self.slots else ""
         tile = f"{self.tile_m}x{self.tile_n}{' ping-pong' if self.pingpong else ''}"
         return f"{tile}, cluster {self.cluster_m}x{self.cluster_n}, {self.stages} stages{ring}"
+
+
+def typed(given: Any) -> str:
+    """A value of the wrong type as an error shows it: ``'64' (str)``."""
+    return f"{given!r} ({type(given).__name__})"
 
 
 def accumulation(dtype: torch.dtype, depth: int, asked: str | None) -> str:
@@ -209,7 +258,7 @@ def staged_bytes(schedule: Schedule, problem: Problem) -> int:
 
 def shared_memory(schedule: Schedule, problem: Problem) -> int:
     """Bytes of shared memory a CTA needs."""
-    barriers = 16 * schedule.stages + 32
+    barriers = BARRIER_BYTES * schedule.stages + 32
     return (
         schedule.stages * stage_bytes(schedule)
         + staged_bytes(schedule, problem)

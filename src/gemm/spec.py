@@ -22,6 +22,7 @@ from epicute.gemm.schedule import (
     Schedule,
     accumulation,
     shared_memory,
+    typed,
 )
 from epicute.jit import CompileKey, Target, modules_digest
 
@@ -29,6 +30,17 @@ __all__ = ["GemmKernel", "GemmSpec", "kernel_for"]
 
 LARGEST = 2**31 - 512
 """Most columns and deepest K: padded to whole tiles and vectors they stay in 32 bits."""
+
+SPELT = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
+"""Dtypes by the names that may come in their place."""
 
 MODULES = ("epicute.gemm.kernel", "epicute.gemm.spec")
 """Modules whose source, with all they import from this package, makes the machine code."""
@@ -116,7 +128,7 @@ def kernel_for(
     n: int,
     k: int,
     dtype: torch.dtype = torch.bfloat16,
-    target: Target | None = None,
+    target: Target | str | None = None,
     schedule: Schedule | None = None,
     dtypes: Mapping[str, torch.dtype] | None = None,
     alignments: Mapping[str, int] | None = None,
@@ -129,7 +141,7 @@ def kernel_for(
         composition: what to do with the accumulator.
         n: logical output features. k: reduction depth.
         dtype: of A and B: bfloat16, float16 or float8_e4m3fn.
-        target: by default the current GPU's, or sm_90a without one.
+        target: a Target, or text for ``Target.parse``; by default the current GPU's, or sm_90a without one.
         schedule: by default ``choose``'s.
         dtypes: operand dtypes other than the policies' own. alignments: bytes to assume of an operand's rows
             (see ``ArgumentLayout.of``). expected_m: rows to choose the schedule for.
@@ -140,23 +152,34 @@ def kernel_for(
     composition = compose(composition)
     for name, size in (("n", n), ("k", k)):
         require(
-            isinstance(size, int) and 1 <= size <= LARGEST,
+            type(size) is int and 1 <= size <= LARGEST,
             name,
-            size,
+            size if type(size) is int else typed(size),
             f"an integer from 1 to {LARGEST}",
             "give the weight's shape",
         )
     require(
-        dtype in DTYPES, "dtype", dtype, ", ".join(map(str, DTYPES)), "convert x and the weight"
+        dtype in DTYPES,
+        "dtype",
+        dtype if isinstance(dtype, torch.dtype) else typed(dtype),
+        ", ".join(map(str, DTYPES)),
+        _dtype_fix(dtype),
     )
     require(
-        expected_m is None or (isinstance(expected_m, int) and expected_m >= 0),
+        expected_m is None or (type(expected_m) is int and expected_m >= 0),
         "expected_m",
-        expected_m,
+        expected_m if type(expected_m) is int else typed(expected_m),
         "a number of rows",
         "leave it out where the rows are not known",
     )
-    target = target or Target.detect()
+    require(
+        schedule is None or isinstance(schedule, Schedule),
+        "schedule",
+        typed(schedule),
+        "a Schedule, or None to have one chosen",
+        "write schedule=epicute.Schedule(tile_m=128, tile_n=256)",
+    )
+    target = _target(target)
     resolved = resolve(composition, n)
     layout = ArgumentLayout.of(resolved, dtypes, alignments)
     order = resolved.order
@@ -168,6 +191,27 @@ def kernel_for(
         schedule.check(problem, target)
         found = schedule
     return GemmKernel(GemmSpec(resolved, layout, problem, found), target)
+
+
+def _target(given: Target | str | None) -> Target:
+    require(
+        given is None or isinstance(given, (Target, str)),
+        "target",
+        typed(given),
+        "a Target, its name or None",
+        "write target=epicute.Target('sm_90a')",
+    )
+    if given is None:
+        return Target.detect()
+    return Target.parse(given) if isinstance(given, str) else given
+
+
+def _dtype_fix(given: Any) -> str:
+    """What to write instead of a dtype that is not served."""
+    if not isinstance(given, str):
+        return "convert x and the weight"
+    found = SPELT.get(given.removeprefix("torch."), torch.bfloat16)
+    return f"write dtype={found}, torch's own object"
 
 
 def staged_operands(resolved: Resolved) -> tuple[int, int]:

@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import os
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -92,6 +93,24 @@ class ObjectCache:
         if self.folder is None:
             return "there is no home folder. Fix: set EPICUTE_CACHE_DIR"
         return why_untrusted(self.folder)
+
+    def unwritable(self) -> str | None:
+        """Why nothing can be stored, with the fix; None where a file could be written. Tries one,
+        beside the folder where that does not exist, and leaves nothing behind."""
+        if (reason := self.unusable()) is not None:
+            return reason
+        assert self.folder is not None
+        tried = self.folder / "objects"
+        try:
+            while not tried.exists():
+                tried = tried.parent
+            with tempfile.TemporaryFile(dir=tried):
+                return None
+        except OSError as error:
+            return (
+                f"{self.folder} cannot be written to ({error.strerror}). "
+                "Fix: set EPICUTE_CACHE_DIR to a folder of yours"
+            )
 
     def read(self, digest: str) -> Entry | None:
         """The entry of a key, if it is there whole; marks it as used.

@@ -28,7 +28,24 @@ from epicute.jit.modules import modules_digest, normal_form, require_unedited, s
 __all__ = ["source_digest"]
 
 LIBRARIES = {"cutlass": "nvidia-cutlass-dsl", "numpy": "numpy", "torch": "torch"}
-"""Packages a function may use, by name and version, beside the standard library and epicute."""
+"""Packages a function may use, by name and version, beside pure modules and epicute."""
+
+PURE = frozenset(
+    (
+        *("__future__", "abc", "bisect", "builtins", "cmath", "collections", "contextlib", "copy"),
+        *("dataclasses", "decimal", "enum", "fractions", "functools", "heapq", "itertools"),
+        *("math", "numbers", "operator", "re", "string", "struct", "types", "typing", "warnings"),
+    )
+)
+"""Modules of the standard library that give the same in every process."""
+
+IMPURE = frozenset(
+    (
+        *("__import__", "breakpoint", "compile", "eval", "exec", "globals", "hash", "id", "input"),
+        *("locals", "open"),
+    )
+)
+"""Built-in functions that do not."""
 
 OWN = "epicute"
 
@@ -37,12 +54,12 @@ def source_digest(function: Callable[..., Any]) -> str:
     """SHA-256, in hex, of what a function does.
 
     Covered are its source, the values of its defaults, and at any depth the functions, classes and
-    constants of modules that it names. Libraries (NumPy, torch, the DSL, epicute, the standard
-    library) count by version.
+    constants of modules that it names. Libraries (NumPy, torch, the DSL, epicute, pure modules of
+    the standard library) count by version.
 
     Raises KeyingError, with the fix, for lambdas, methods, closures over variables, functions whose
-    source is not on disk or was edited there after the import, and for globals that can change or
-    cannot be keyed.
+    source is not on disk or was edited there after the import, for globals that can change or
+    cannot be keyed, and for what gives another value in another process (os, random, time, …).
     """
     walk = _Walk()
     walk.function(inspect.unwrap(function), getattr(function, "__name__", repr(function)))
@@ -90,6 +107,8 @@ class _Walk:
                 continue  # no name of Python's: pytest puts such into asserts
             if used in function.__globals__:
                 found[used] = self._value(function.__globals__[used], f"{name}: global {used}")
+            elif used in IMPURE:
+                raise _impure(f"{name}: {used}()", "the built-in function")
             elif not hasattr(builtins, used):
                 raise KeyingError(
                     f"{name}: refers to {used}, which is not defined. "
@@ -102,8 +121,12 @@ class _Walk:
     def _value(self, value: Any, name: str) -> Any:
         if isinstance(value, types.ModuleType):
             return _library(value.__name__, name)
-        owner = getattr(value, "__module__", None) or type(value).__module__
+        owner = _owner(value)
         if callable(value) and hasattr(value, "__name__") and _is_library(owner):
+            if _top(owner) not in LIBRARIES and value.__name__ in IMPURE:
+                raise _impure(name, f"the built-in function {value.__name__}, as")
+            if _bound(value) and (_pure(owner) or _top(owner) in LIBRARIES):
+                return _constant(value, name)  # which says that it cannot be keyed
             return ["use", value.__name__, _library(owner, name)]
         if isinstance(value, type):
             return self._class(value, name)
@@ -154,22 +177,57 @@ def _constant(value: Any, name: str) -> Any:
         ) from None
 
 
+def _top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _pure(module: str) -> bool:
+    """Whether it is a pure module of the standard library, or one written in C that makes it up."""
+    top = _top(module)
+    return top in PURE or top.removeprefix("_") in PURE
+
+
+def _bound(value: Any) -> bool:
+    """Whether a method belongs to an object, on whose value it may depend."""
+    method = isinstance(value, (types.BuiltinMethodType, types.MethodType))
+    return method and not isinstance(value.__self__, (types.ModuleType, type, type(None)))
+
+
+def _owner(value: Any) -> str:
+    """Name of the module that a global comes from."""
+    if isinstance(value, types.BuiltinMethodType) and not value.__module__:
+        bound = value.__self__
+        if not isinstance(bound, types.ModuleType):
+            return (bound if isinstance(bound, type) else type(bound)).__module__
+    return getattr(value, "__module__", None) or type(value).__module__
+
+
+def _impure(name: str, what: str) -> KeyingError:
+    return KeyingError(
+        f"{name}: is {what} of the standard library, whose answer the key cannot see, expected "
+        f"{', '.join(sorted(PURE - {'__future__', 'builtins'}))}, {', '.join(LIBRARIES)} or {OWN}. "
+        "Fix: pass the value as a field of the policy"
+    )
+
+
 def _is_library(module: str) -> bool:
-    top = module.partition(".")[0]
+    top = _top(module)
     return top in LIBRARIES or top == OWN or top in sys.stdlib_module_names
 
 
 def _library(module: str, name: str) -> Any:
     """Name and version of a module that is allowed whole."""
-    top = module.partition(".")[0]
+    top = _top(module)
     if top == OWN:
         return [module, version_of(OWN), "" if module == OWN else modules_digest(module)]
     if top in LIBRARIES:
         return [module, version_of(LIBRARIES[top])]
-    if top in sys.stdlib_module_names:
+    if _pure(module):
         return [module]
+    if top in sys.stdlib_module_names:
+        raise _impure(name, f"the module {module}")
     raise KeyingError(
-        f"{name}: is the module {module}, expected the standard library, {', '.join(LIBRARIES)} "
+        f"{name}: is the module {module}, expected {', '.join(LIBRARIES)} "
         f"or {OWN}. Fix: import what is used by name, at module level: from {module} import ..."
     )
 

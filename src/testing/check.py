@@ -13,6 +13,7 @@ that is reported is the smallest it found. Needs ``hypothesis`` (extra ``test``)
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from epicute.epilogues import (
     compose,
 )
 from epicute.epilogues.reference import E4M3_MAX, round_to
-from epicute.errors import require
+from epicute.errors import UnsupportedError, require
 from epicute.testing.budgets import Budget, Errors, assert_within, float64, ulp
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def check(
     reference: Reference,
     *,
     examples: int = 100,
-    columns: Sequence[int] | None = None,
+    columns: int | Sequence[int] | None = None,
     budget: Budget | Mapping[str, Budget] | None = None,
     ranges: Ranges | None = None,
     device: str | torch.device = "cpu",
@@ -87,7 +88,7 @@ def check(
             read. Returns values before storage rounding: one tensor where one output is written,
             otherwise a dict with every output's name.
         examples: cases to draw.
-        columns: N to draw from; by default what the composition accepts out of 8 to 320.
+        columns: N, or several to draw from; by default what the composition accepts out of 8 to 320.
         budget: allowed errors, for all outputs or by name. By default a rounding to the output's
             dtype, ``ARITHMETIC`` relative and a few FP32 ulps of the largest operand absolute;
             counters must be equal.
@@ -100,15 +101,18 @@ def check(
 
     Raises:
         AssertionError: a case outside the budget, with the output, the worst row and the case.
-        ArgumentError: the reference's parameters or results do not fit the operands.
+        ArgumentError: the reference's parameters or results do not fit the operands, or ``ranges``
+            names an operand that there is not.
+        UnsupportedError: a CUDA device where there is none.
     """
     import hypothesis
 
     from epicute.testing import draws
 
     composition = _with_sink(policy)
-    on_device = torch.device(device).type == "cuda"
+    on_device = _on_device(device)
     ranges = ranges or draws.Ranges()
+    draws.check_ranges(composition, ranges)
     if on_device:
         ranges = replace(ranges, exact=True, non_finite=False)
     widths = draws.legal_columns(composition, columns, compiled=on_device)
@@ -139,6 +143,27 @@ def check(
     every_case()
     print(summary)
     return summary
+
+
+def _on_device(device: str | torch.device) -> bool:
+    """Whether the fused kernel runs as well; refuses a device that it cannot run on."""
+    name = str(device)
+    require(
+        name == "cpu" or name.partition(":")[0] == "cuda",
+        "device",
+        repr(name),
+        "'cpu', 'cuda' or 'cuda:0' and so on",
+        "name a CUDA device, or leave it out",
+    )
+    require(
+        name == "cpu" or torch.cuda.is_available(),
+        "device",
+        repr(name),
+        "a GPU that torch can use, and here is none",
+        "leave device out; the NumPy interpreter runs the same bodies",
+        UnsupportedError,
+    )
+    return name != "cpu"
 
 
 class Runner:
@@ -187,7 +212,10 @@ def _bind_reference(
         for name, kind in _written(composition).items()
         if not isinstance(kind, Output | PartialsOutput)
     ]
-    parameters = list(inspect.signature(reference).parameters.values())
+    try:
+        parameters = list(inspect.signature(reference).parameters.values())
+    except (TypeError, ValueError):  # torch.tanh and its like have no signature
+        parameters = []
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     given = [n for n in (*read, *starts) if takes_all or n in named[1:] or n in read]
@@ -226,6 +254,28 @@ def _bind_reference(
         return dict(found)
 
     return call
+
+
+def _reference_result(name: str, given: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """float64 array of what the reference returned for an output of ``shape``."""
+    came = "None" if given is None else f"{type(given).__name__}"
+    values = None
+    if given is not None:
+        try:
+            values = float64(given)
+            came = f"shape {values.shape}"
+        except (TypeError, ValueError):
+            values = None
+    fits = values is not None and (values.shape == shape or values.size == 1 == math.prod(shape))
+    require(
+        fits,
+        f"reference: {name}",
+        came,
+        f"a tensor of shape {shape}",
+        f"return {name} with that shape, before storage rounding",
+    )
+    assert values is not None
+    return values.reshape(shape)
 
 
 def _in_range(expected: np.ndarray, dtype: torch.dtype) -> np.ndarray:
@@ -269,7 +319,7 @@ def _compare(
     outputs = runner.run(case)
     for name, kind in _written(composition).items():
         out = float64(outputs[name])
-        ref = _in_range(float64(expected[name]).reshape(out.shape), kind.dtype)
+        ref = _in_range(_reference_result(name, expected[name], out.shape), kind.dtype)
         chosen = budget.get(name) if isinstance(budget, Mapping) else budget
         allowed = chosen or _default_budget(kind, ref, case)
         label = f"{summary.title}: {name} ({runner.name})"

@@ -32,7 +32,7 @@ from epicute.epilogues.resolve import resolve
 from epicute.errors import EpicuteError, require
 from epicute.testing import strategies
 
-__all__ = ["Case", "Ranges", "cases", "legal_columns"]
+__all__ = ["Case", "Ranges", "cases", "check_ranges", "legal_columns"]
 
 PAGE_SIZE = 16
 CANDIDATES = (8, 16, 24, 32, 64, 72, 96, 128, 160, 192, 200, 256, 320)
@@ -90,8 +90,22 @@ def _short(x: torch.Tensor) -> str:
     return f"<{shape}: {values}{', ...' if flat.numel() > 6 else ''}>"
 
 
+def check_ranges(composition: Composition, ranges: Ranges) -> None:
+    """Refuse strategies for operands that are not drawn."""
+    kinds = composition.operands.items()
+    drawn = [name for name, kind in kinds if not isinstance(kind, Output | PartialsOutput)]
+    unknown = [name for name in ranges.operands if name not in drawn]
+    require(
+        not unknown,
+        "ranges.operands",
+        ", ".join(unknown),
+        f"operands that are drawn: {', '.join(drawn) or 'none here'}",
+        "name the operands as the composition binds them",
+    )
+
+
 def legal_columns(
-    composition: Composition, wanted: Sequence[int] | None, compiled: bool = False
+    composition: Composition, wanted: int | Sequence[int] | None, compiled: bool = False
 ) -> list[int]:
     """Column counts the composition accepts, out of ``wanted`` or of a standard list.
 
@@ -100,11 +114,27 @@ def legal_columns(
     Raises:
         ArgumentError: none of them, with the composition's own reason.
     """
+    require(
+        wanted is None or (isinstance(wanted, int | Sequence) and not isinstance(wanted, str)),
+        "columns",
+        repr(wanted),
+        "a number of columns, or a list of such",
+        "pass columns=[64, 128]",
+    )
+    if isinstance(wanted, int):
+        wanted = [wanted]
     if wanted is None and composition.columns is not None:
         wanted = [composition.columns.width]
     found, reason = [], ""
     tried = list((COMPILED if compiled else CANDIDATES) if wanted is None else wanted)
     for count in tried:
+        require(
+            isinstance(count, int) and count > 0,
+            "columns",
+            repr(count),
+            "positive whole numbers",
+            "pass columns=[64, 128]",
+        )
         try:
             resolve(composition, count)
             found.append(count)

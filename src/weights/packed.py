@@ -59,6 +59,10 @@ class Packed:
             "build it with Quantized.pack",
         )
 
+    def __repr__(self) -> str:
+        at = f"{self.shape} on {self.device}"
+        return f"Packed({self.name!r}, {self.format}, {at}, order [{self.order}])"
+
     @staticmethod
     def of(source: Quantized, order: RowOrder) -> Packed:
         """Pack ``source`` in ``order``. Looks at the scales once, so it waits for the device.

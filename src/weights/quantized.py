@@ -39,6 +39,10 @@ class Quantized:
     def __post_init__(self) -> None:
         require_codes(self.name, self.format, self.codes, self.scale, self.codes.shape[0])
 
+    def __repr__(self) -> str:
+        at = f"{tuple(self.codes.shape)} on {self.codes.device}"
+        return f"Quantized({self.name!r}, {self.format}, {at})"
+
     def dequantize(self) -> torch.Tensor:
         """(N, K) float32 values; the product is rounded once."""
         values = self.codes.to(torch.float32)

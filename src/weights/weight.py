@@ -48,6 +48,11 @@ class Weight:
             "cast it, or wrap stored codes in Quantized",
         )
 
+    def __repr__(self) -> str:
+        values, tied = self.values, ", tied" if self.tied else ""
+        at = f"{tuple(values.shape)} on {values.device}"
+        return f"Weight({self.name!r}, {values.dtype}, {at}{tied})"
+
     def fold_gain(self, gain: torch.Tensor, offset: float = 0.0, copy: bool = False) -> Weight:
         """The weight that reads an activation without its norm gain (FuTransformer 3.2.2).
 

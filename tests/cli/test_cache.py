@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,8 @@ import torch
 
 from epicute.cli import main
 from epicute.jit import CompileKey, ObjectCache, Report, Target
+
+LONG = "RowScale >> Columns(q: RoPE >> Store, k: RoPE >> PlaceKV, v: PlaceKV) and more"
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,30 @@ def put(name: str, days: float = 0.0, **fields: object) -> None:
 
 
 def test_list_shows_a_row_per_kernel(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    put("gemm", n=4096, dtype=torch.bfloat16, tile=(128, 256), scale=0.5, composition=Deep())
+    put(
+        "gemm",
+        n=4096,
+        dtype=torch.bfloat16,
+        tile=(128, 256),
+        scale=0.5,
+        composition=Deep(),
+        epilogue=LONG,
+    )
     put("other", days=3, flag=True)
     assert main(["cache", "list"]) == 0
     header, first, second, blank, total = capsys.readouterr().out.splitlines()
-    assert header.split() == ["kernel", "arch", "fields", "size", "used", "registers", "spills"]
+    assert header.split() == [
+        "epilogue",
+        "kernel",
+        "arch",
+        "fields",
+        "size",
+        "used",
+        "registers",
+        "spills",
+    ]
+    assert first.startswith(f"{LONG}  gemm ")
+    assert second.startswith("-  ")
     assert "dtype=bfloat16 n=4096 scale=0.5 tile=128x256 …" in first
     assert "sm_90a" in first
     assert first.split()[-6:] == ["0", "s", "ago", "168", "12", "B"]
@@ -50,6 +73,45 @@ def test_list_shows_a_row_per_kernel(folder: Path, capsys: pytest.CaptureFixture
     assert blank == ""
     assert total.startswith("2 kernels, 4")
     assert total.endswith(f"in {folder}")
+
+
+def test_a_terminal_gets_short_columns(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put("gemm", epilogue=LONG, text="x" * 200)
+    assert main(["cache", "list"]) == 0
+    assert "x" * 200 in capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert main(["cache", "list"]) == 0
+    said = capsys.readouterr().out
+    assert f"{LONG[:60]}…  gemm" in said
+    assert f"text={'x' * 55}… " in said
+
+
+def test_json_has_everything(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {"n": 4096, "tile": (128, 256), "on": True, "off": False, "scale": 0.5, "no": None}
+    put("gemm", epilogue=LONG, dtype=torch.float16, deep=Deep(), **fields)
+    put("other", days=3)
+    assert main(["cache", "list", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["folder"] == str(folder)
+    first, second = found["kernels"]
+    assert first["epilogue"] == LONG
+    deep = first["fields"].pop("deep")
+    assert first["fields"] == {
+        **fields,
+        "tile": [128, 256],
+        "epilogue": LONG,
+        "dtype": "float16",
+    }
+    assert "inner" in str(deep)
+    assert Report.from_json(first["report"]).registers == 168
+    assert Path(first["object"]).is_file()
+    assert first["size"] > 20_000
+    assert second["epilogue"] is None
+    folder.chmod(0o777)
+    assert main(["cache", "list", "--json"]) == 1
+    assert "chmod go-w" in capsys.readouterr().err
 
 
 def test_an_empty_or_missing_folder_lists_nothing_and_is_not_made(

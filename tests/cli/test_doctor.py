@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,6 +144,51 @@ def test_a_cache_that_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (text,) = texts(doctor._cache)
     assert text.startswith("--  cache          memory only")
     assert f"fix: chmod go-w {folder}" in text
+
+
+@pytest.mark.parametrize("place", ["made", "parent", "objects"])
+def test_a_cache_that_cannot_be_written(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "parent" / "cache"
+    refusing = {
+        "made": folder,
+        "parent": tmp_path / "parent",
+        "objects": folder / "objects",
+    }[place]
+    refusing.mkdir(parents=True)
+    real = tempfile.TemporaryFile
+
+    def refuse(dir: Path) -> Any:
+        if dir == refusing:  # by hand, as root may write anywhere
+            raise PermissionError(13, "Permission denied")
+        return real(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    monkeypatch.setenv("EPICUTE_CACHE_DIR", str(folder))
+    (text,) = texts(doctor._cache)
+    assert text.startswith(f"--  cache          memory only: {folder} cannot be written to (Perm")
+    assert "fix: set EPICUTE_CACHE_DIR to a folder of yours" in text
+
+
+def test_a_cache_that_is_a_file_or_beside_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "cache"):
+        monkeypatch.setenv("EPICUTE_CACHE_DIR", str(folder))
+        (text,) = texts(doctor._cache)
+        assert text.startswith("--  cache          memory only")
+        assert "fix: " in text
+
+
+def test_a_cache_that_can_be_written_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EPICUTE_CACHE_DIR", str(tmp_path / "a" / "cache"))
+    (text,) = texts(doctor._cache)
+    assert text.startswith("ok  cache")
+    assert list(tmp_path.iterdir()) == []
 
 
 def compiled() -> Compiled:

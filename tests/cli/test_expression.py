@@ -55,6 +55,27 @@ def test_nothing_else_is_understood(text: str) -> None:
         composition_of(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("Dequantise() >> Store(bf16)", "write Dequantize"),
+        ("Swiglu()", "write SwiGLU"),
+        ("Store(bfloat16)", "write bf16"),
+        ("Store(float16)", "write fp16"),
+        ("Store(float8_e4m3)", "write fp8"),
+        ("quite_else()", "--module"),
+        ("Dequantize >> Store(bf16)", r"as Dequantize\(\)"),
+        ("Store(bf16, bits=3)", "give it those arguments"),
+        ("bf16()", "give it those arguments"),
+        ("Dequantize() >> 3", ""),
+    ],
+)
+def test_the_fix_names_what_was_meant(text: str, fix: str) -> None:
+    with pytest.raises((ArgumentError, CompositionError), match=f"got .*Fix: .*{fix}") as caught:
+        composition_of(text)
+    assert len(str(caught.value)) < 300
+
+
 def test_a_composition_that_does_not_compose_says_so_itself() -> None:
     with pytest.raises(CompositionError):
         composition_of("SwiGLU() >> SwiGLU() >> EmitFP8()")

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from epicute import Target, kernel_for
 from epicute.epilogues import (
     Cells,
     ColumnVector,
     Counter,
     Dequantize,
+    Elementwise,
     HeadNorm,
     HeadVector,
     Matrix,
     Maximum,
+    Operand,
     Output,
     Partials,
     PartialsOutput,
@@ -37,6 +42,8 @@ from epicute.epilogues import (
 )
 from epicute.epilogues.operands import as_operand
 from epicute.errors import ArgumentError, CompositionError, EpicuteError
+from epicute.jit import compile
+from tests.epilogues.emulator import emulate
 from tests.epilogues.model import assert_same, noise
 
 F32, BF16, FP8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
@@ -89,6 +96,30 @@ class TestDecorators:
         expected = (acc * 2.0).clamp(max=1.5) + table * row[:, None]
         assert_same(evaluate(made, table=table, row=row), expected)
 
+    def test_without_parentheses(self) -> None:
+        @policy
+        def doubled(x, ctx, *, by: float = 2.0):
+            return x * by
+
+        @pairwise
+        def product(first, second, ctx):
+            return first * second
+
+        @tap
+        def seen(x, ctx):
+            return x + 1.0
+
+        x = noise(3, 64)
+        assert_same(evaluate(doubled()), x * 2.0)
+        assert_same(evaluate(product()), x[:, :32] * x[:, 32:])
+        assert_same(evaluate(seen()), x + 1.0)
+        assert product().consumes
+        assert product().pairs == "halves"
+
+    def test_the_body_may_come_with_operands_in_one_call(self) -> None:
+        made = policy(scaled_by_row, row=ColumnVector)()
+        assert list(made.operands) == ["row"]
+
     def test_equal_fields_make_equal_policies(self) -> None:
         assert full(cap=1.5) == full(cap=1.5, gain=2.0)
         assert full(cap=1.5) != full(cap=1.5, name="other")
@@ -136,9 +167,26 @@ def body_of_pair(first, second, ctx):
     return first
 
 
+def scaled_by_row(x, ctx):
+    """An operand of the row's."""
+    return x * ctx.row
+
+
 def with_name(x, ctx, *, name: str = "x"):
     """``name`` is every policy's own."""
     return x
+
+
+@dataclass(frozen=True)
+class Misnamed(Elementwise):
+    """An operand that linear takes for its activations."""
+
+    @property
+    def operands(self) -> Mapping[str, Operand]:
+        return {"x": RowVector()}
+
+    def apply(self, x, ctx):
+        return x
 
 
 MISDECLARED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -155,6 +203,29 @@ MISDECLARED: dict[str, tuple[Callable[[], Any], str]] = {
         r"operand: got store, expected",
     ),
     "an operand called as_kept": (lambda: policy(as_kept=Scalar)(body), r"operand: got as_kept"),
+    "an operand with an underscore": (
+        lambda: policy(_a=Scalar)(body),
+        r"operand: got _a, expected",
+    ),
+    **{
+        f"an operand called {name}": (
+            lambda name=name: policy(**{name: RowVector})(body),
+            rf"body: operand: got {name}, expected .*no argument of linear.*e.g. {name}_values",
+        )
+        for name in ("x", "packed", "epilogue", "composition", "accumulate", "acc", "self")
+    },
+    "an operand of a class": (
+        lambda: Misnamed() >> Store(F32),
+        r"Misnamed: operand: got x, expected a name that is no argument",
+    ),
+    "reducing without over": (
+        lambda: reducing(body),
+        r"reducing: over: got nothing, expected the number.*write @reducing\(over=64\) above",
+    ),
+    "reducing of operands alone": (lambda: reducing(gain=RowVector), r"over: got nothing"),
+    "reducing over less": (lambda: reducing(over=-64), r"over: got -64"),
+    "a kind by position": (lambda: policy(RowVector), r"policy body: got <class .*RowVector"),
+    "a number by position": (lambda: tap(64), r"policy body: got 64, expected a function"),
     "no kind": (lambda: policy(bias=torch.float32)(body), r"operand kind: got torch.float32"),
     "pairs": (lambda: pairwise(pairs="adjacent"), r"pairs: got adjacent, expected 'halves' or"),
     "unknown field": (lambda: full(cap=1.0, gian=2.0), r"full: got field 'gian', expected cap, ga"),
@@ -305,6 +376,59 @@ def one_of_two(first, second, ctx):
     return first
 
 
+def squares(x, ctx):
+    return x**2
+
+
+def cubes(x, ctx):
+    return 3.0**x
+
+
+def wraps(x, ctx):
+    return x % 2.0
+
+
+def floors(x, ctx):
+    return x // 2.0
+
+
+def indexes(x, ctx):
+    return x[0]
+
+
+def unpacks(x, ctx):
+    first, second = x
+    return first + second
+
+
+def rounds(x, ctx):
+    return round(x)
+
+
+def truncates(x, ctx):
+    return x * int(x)
+
+
+def in_torch(x, ctx):
+    return torch.relu(x)
+
+
+def in_numpy(x, ctx):
+    return np.exp(x)
+
+
+def chosen_in_numpy(x, ctx):
+    return np.where(x > 0.0, x, 0.0)
+
+
+def as_array(x, ctx):
+    return np.asarray(x)
+
+
+def asks_for_erf(x, ctx):
+    return ctx.erf(x)
+
+
 OUT = Output(dtype=F32)
 WRONG_BODIES: dict[str, tuple[Any, str]] = {
     "unknown name": (policy(bias=RowVector)(unknown), r"ctx.bais: got an unknown name.*\(bias\)"),
@@ -319,6 +443,22 @@ WRONG_BODIES: dict[str, tuple[Any, str]] = {
     "no result": (policy(returns_nothing), r"returns_nothing: body: got a result of NoneType"),
     "a number": (policy(returns_number), r"returns_number: body: got a result of float"),
     "two results": (policy(returns_two), r"result of Value, Value, expected one value"),
+    "power": (policy(squares), r"got \*\* on a value, expected .*sqrt.*Fix: write x \* x"),
+    "power of a number": (policy(cubes), r"got \*\* on a value"),
+    "modulo": (policy(wraps), r"got % on a value.*write x - y \* ctx.floor\(x / y\)"),
+    "floor division": (policy(floors), r"got // on a value.*write ctx.floor\(x / y\)"),
+    "index": (policy(indexes), r"got an index on a value"),
+    "unpacking": (policy(unpacks), r"got iteration on a value"),
+    "rounding": (policy(rounds), r"got round\(\) on a value"),
+    "int": (policy(truncates), r"got a conversion to int on a value"),
+    "torch": (policy(in_torch), r"got torch's relu of a value.*Fix: write ctx.max\(x, 0.0\)"),
+    "numpy": (policy(in_numpy), r"got np.exp of a value, .*Fix: write ctx.exp\(…\)"),
+    "numpy's where": (policy(chosen_in_numpy), r"got np.where of a value.*write ctx.where"),
+    "an array": (policy(as_array), r"got a conversion of a value to an array"),
+    "an operation there is not": (
+        policy(asks_for_erf),
+        r"ctx.erf: got an unknown name in asks_for_erf, expected an operation \(min, .*tanh",
+    ),
     "one for a kept pair": (
         pairwise(keeps=True, head_dim=32)(one_of_two),
         r"one_of_two: body: got a result of Value, expected two values",
@@ -332,6 +472,73 @@ def test_a_wrong_body_is_named(case: str) -> None:
     operands = {"bias": torch.ones(64)} if "bias" in make().operands else {}
     with pytest.raises(CompositionError, match=message):
         evaluate(make(), **operands)
+
+
+@pytest.mark.parametrize("given", [2.0, 2, torch.tensor(2.0), np.float32(2.0)], ids=repr)
+def test_numbers_stand_for_operands_of_one_element(given: Any) -> None:
+    @policy(one=Scalar, row=ColumnVector)
+    def scaled(x, ctx):
+        return x * ctx.one + ctx.row
+
+    made = scaled() >> Store(F32)
+    x = noise(1, 64)
+    assert_same(made.evaluate(x, one=given, row=given)["out"], x * 2.0 + 2.0)
+    with pytest.raises(ArgumentError, match=r"operands: row: got shape \(\), expected"):
+        made.evaluate(noise(2, 64), one=given, row=given)
+
+
+def test_numpy_scalars_are_numbers() -> None:
+    @policy
+    def scaled(x, ctx):
+        return np.float32(2.0) * x + np.float64(1.0)
+
+    assert_same(evaluate(scaled()), noise(3, 64) * 2.0 + 1.0)
+
+
+def passes(x, ctx):
+    """Writes nothing."""
+    return x
+
+
+def writes_one(x, ctx):
+    """Writes one of two."""
+    ctx.store("copy", x)
+    return x
+
+
+FORGOTTEN: dict[str, tuple[Any, str]] = {
+    "an output": (tap(copy=OUT)(passes), r"ctx.store\('copy', x\)"),
+    "one of two": (tap(copy=OUT, more=OUT)(writes_one), r"ctx.store\('more', x\)"),
+    "partial sums": (
+        tap(over=64, sums=PartialsOutput(over=64))(passes),
+        r"ctx.partials\('sums', ctx.total\(x\)\)",
+    ),
+    "a counter": (tap(hits=Counter)(passes), r"ctx.count\('hits', mask\)"),
+    "a maximum": (tap(peak=Maximum)(passes), r"ctx.record_max\('peak', abs\(x\)\)"),
+    "cells": (tap(c=Cells(head_dim=64), slots=Slots)(passes), r"ctx.place\('c', x\)"),
+    "an output of no tap": (policy(copy=OUT)(passes), r"ctx.store\('copy', x\)"),
+}
+
+
+@pytest.mark.parametrize("case", FORGOTTEN)
+def test_what_is_declared_as_written_is_written(case: str) -> None:
+    make, call = FORGOTTEN[case]
+    given: dict[str, Any] = {}
+    if case == "cells":
+        given = {"c": torch.zeros(1, 16, 1, 64).to(BF16), "slots": torch.zeros(3).long()}
+    message = rf"{make().title}: operand .* that the body does not write.*Fix: call {call}"
+    with pytest.raises(CompositionError, match=message):
+        evaluate(make(), **given)
+    with pytest.raises(CompositionError, match=message):
+        emulate(make() >> Store(F32), noise(3, 64), given)
+
+
+@pytest.mark.compile
+def test_a_kernel_that_leaves_an_output_unwritten_is_not_compiled() -> None:
+    fused = tap(copy=OUT)(passes)() >> Store(F32)
+    kernel = kernel_for(fused, n=64, k=64, dtype=BF16, target=Target("sm_90a"))
+    with pytest.raises(EpicuteError, match=r"passes: operand 'copy': got Output"):
+        compile(kernel)
 
 
 def test_kinds_by_class_or_by_value() -> None:

@@ -16,7 +16,10 @@ from epicute.epilogues import (
     Store,
     SumSquares,
     SwiGLU,
+    compose,
+    pairwise,
     policy,
+    tap,
 )
 from epicute.epilogues import composition as module
 
@@ -74,6 +77,30 @@ def test_pairs_halve_the_columns_and_users_policies_show_their_fields() -> None:
     lines = str(SwiGLU() >> soft_cap(cap=30.0) >> Store(BF16)).splitlines()
     assert lines[1] == " ├─ SwiGLU(alpha=1.0)    columns: n → n/2"
     assert lines[2] == " ├─ soft_cap(cap=30.0)"
+
+
+def test_what_is_left_at_its_default_is_not_drawn() -> None:
+    def one(first, second, ctx):
+        return first
+
+    def both(first, second, ctx):
+        return second, first
+
+    def same(x, ctx):
+        return x
+
+    assert str(pairwise(one)()) == "one()"
+    kept = pairwise(pairs="interleaved", keeps=True, head_dim=32)(both)()
+    assert str(kept) == "both(pairs=interleaved, keeps=True, head_dim=32)"
+    assert str(tap(same)()) == "same()"
+    assert str(tap(over=32)(same)()) == "same(over=32)"
+    assert ("over", 0) in tap(same)().settings(), "in the key all the same"
+
+
+def test_ranges_alone() -> None:
+    ranges = Columns(a=(64, Store(BF16)), b=(32, SumSquares()))
+    assert str(ranges) == str(compose(ranges))
+    assert str(ranges).startswith("acc (M, N = 96)\n ├─ a: columns 0 to 63\n")
 
 
 def test_the_example_in_the_docs() -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import importlib
+import re
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from epicute.epilogues import (
     Bias,
+    Columns,
     Dequantize,
     EmitFP8,
     PlaceKV,
@@ -22,7 +25,7 @@ from epicute.epilogues import (
     compose,
 )
 from epicute.errors import ArgumentError, EpicuteError
-from epicute.gemm import linear
+from epicute.gemm import kernel_for, linear, plan
 from epicute.testing import assert_equal_bits, inputs_unchanged
 from epicute.weights import Quantized, Weight
 from tests.gemm.planned import weight
@@ -213,6 +216,135 @@ def test_what_a_gpu_would_refuse_the_cpu_refuses(given: torch.Tensor) -> None:
     packed = weight(Store(BF16), N, K)
     with pytest.raises(EpicuteError, match="x: got"):
         linear(given, packed, Store(BF16))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (0, K + 1)])
+def test_x_without_rows_of_k_is_refused_by_its_shape(shape: tuple[int, ...]) -> None:
+    packed = weight(Store(BF16), N, K)
+    with pytest.raises(ArgumentError, match=rf"x: got {re.escape(str(shape))} torch.bfloat16"):
+        linear(torch.zeros(shape, dtype=BF16), packed, Store(BF16))
+
+
+def test_scales_that_the_composition_would_drop_are_refused_as_plan_does() -> None:
+    packed = weight(Store(BF16), N, K, "fp8")
+    x = integers(M, K).to(FP8)
+    said = "got no weight_scale for w, whose codes have scales, expected Dequantize.. first"
+    for chain in (Store(BF16), compose(Store(BF16))):
+        with pytest.raises(ArgumentError, match=f"epilogue: {said}"):
+            linear(x, packed, chain)
+        with pytest.raises(ArgumentError, match=f"composition: {said}"):
+            plan(chain, packed)
+
+
+@pytest.mark.parametrize(
+    ("format", "accumulate", "said"),
+    [
+        ("fp8", "slow", "accumulate: got 'slow', expected 'fast', 'precise' or None"),
+        ("bf16", "slow", "accumulate: got 'slow'"),
+        ("fp8", True, "accumulate: got True"),
+        ("bf16", "precise", "accumulate: got 'precise', expected 'fast' for torch.bfloat16"),
+    ],
+)
+def test_accumulate_is_refused_as_kernel_for_does(format: str, accumulate: Any, said: str) -> None:
+    chain = (Dequantize(None) if format == "fp8" else Bias()) >> Store(BF16)
+    packed = weight(chain, N, K, format)
+    operands = {} if format == "fp8" else {"bias": torch.zeros(N)}
+    x = integers(M, K).to(packed.dtype)
+    with pytest.raises(ArgumentError, match=said):
+        kernel_for(chain, n=N, k=K, dtype=packed.dtype, accumulate=accumulate)
+    with pytest.raises(ArgumentError, match=said):
+        linear(x, packed, chain, accumulate=accumulate, **operands)
+    allowed = ["fast", "precise"] if format == "fp8" else ["fast"]
+    for right in allowed:
+        assert_equal_bits(
+            linear(x, packed, chain, accumulate=right, **operands),
+            linear(x, packed, chain, **operands),
+        )
+
+
+WRONG = [None, "0.01", True, [0.5], np.ones(1, np.float32), 1j]
+
+
+@pytest.mark.parametrize("given", WRONG, ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("scale", "scale=0.5, or a float32 tensor of one"),
+        ("out_scale", "out_scale=0.5, or a float32 tensor of one"),
+        ("weight_scale", "make a tensor of it"),
+        ("residual", "make a tensor of it"),
+        ("out", "call without out to have it allocated"),
+        ("amax", "call without amax to have it allocated"),
+    ],
+)
+def test_what_is_neither_tensor_nor_number_is_refused_by_name(
+    name: str, fix: str, given: Any
+) -> None:
+    packed = weight(OUT, N, K, "fp8")
+    operands = {"scale": 0.37, "out_scale": 0.05, "residual": torch.zeros(M, N).to(BF16)}
+    got = "None" if given is None else type(given).__name__
+    with pytest.raises(ArgumentError, match=f"^{name}: got {got}, expected a tensor.*Fix: {fix}$"):
+        linear(integers(M, K).to(FP8), packed, OUT, **{**operands, name: given})
+
+
+def test_a_cache_that_is_none_is_refused_by_name() -> None:
+    chain = compose(PlaceKV(64))
+    x = integers(M, K).to(BF16)
+    with pytest.raises(ArgumentError, match="^cells: got None, .*Fix: make a tensor of it$"):
+        linear(x, weight(chain, N, K), chain, slots=torch.arange(M), cells=None)
+
+
+def test_an_unknown_operand_is_refused_with_the_list() -> None:
+    packed = weight(Bias() >> Store(BF16), N, K)
+    said = "operands: got unknown scale, expected bias: RowVector"
+    with pytest.raises(ArgumentError, match=said):
+        linear(integers(M, K).to(BF16), packed, Bias() >> Store(BF16), bias=0.0, scale=None)
+
+
+X = torch.zeros(M, K, dtype=BF16)
+VALUES = Weight(torch.ones(N, K), "w")
+PACKED = weight(Store(BF16), N, K)
+CALL = r"Fix: call linear\(x, packed, epilogue\)$"
+
+
+@pytest.mark.parametrize(
+    ("x", "packed", "epilogue", "said"),
+    [
+        (PACKED, X, Store(BF16), f"^x: got Packed, expected a tensor. {CALL}"),
+        (VALUES, PACKED, Store(BF16), f"^x: got Weight, .*{CALL}"),
+        (Store(BF16), X, PACKED, f"^x: got Store, .*{CALL}"),
+        (X.tolist(), PACKED, Store(BF16), "^x: got list, expected a tensor. Fix: make a tensor"),
+        (None, PACKED, Store(BF16), "^x: got None, "),
+        (X, Store(BF16), PACKED, f"^packed: got Store, expected a Packed weight. {CALL}"),
+        (
+            X,
+            torch.ones(N, K),
+            Store(BF16),
+            r"^packed: got \(192, 64\) torch.float32, .*"
+            r"Fix: Weight\(w\).quantize\(…\).pack\(epilogue.row_order\(192\)\)$",
+        ),
+        (X, VALUES, Store(BF16), r"Fix: add .quantize\(…\).pack\(epilogue.row_order\(192\)\)$"),
+        (X, VALUES.quantize("fp8"), Store(BF16), r"Fix: add .pack\(epilogue.row_order\(192\)\)$"),
+        (X, None, Store(BF16), "^packed: got None, "),
+        (X, PACKED, None, "^epilogue: got None, expected a policy or a composition. Fix: pass a"),
+        (X, PACKED, PACKED, f"^epilogue: got Packed, .*{CALL}"),
+        (X, PACKED, Store, r"^epilogue: got type, .*Fix: call it: Store\(…\)$"),
+    ],
+)
+def test_another_object_is_refused_in_one_line(
+    x: Any, packed: Any, epilogue: Any, said: str
+) -> None:
+    with pytest.raises(ArgumentError, match=said) as found:
+        linear(x, packed, epilogue)
+    assert "\n" not in str(found.value)
+    assert len(str(found.value)) < 200
+
+
+def test_columns_alone_will_do() -> None:
+    chain = Columns(a=(N // 2, Store(BF16)), b=(N // 2, Store(torch.float32)))
+    found = linear(X, weight(chain, N, K), chain)
+    assert isinstance(found, dict)
+    assert found.keys() == {"a_out", "b_out"}
 
 
 def test_another_order_is_refused_on_the_cpu_too() -> None:

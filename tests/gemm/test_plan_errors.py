@@ -7,6 +7,7 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 import epicute
 from epicute.epilogues import (
     Bias,
+    Columns,
     PlaceKV,
     ResidualAdd,
     Store,
@@ -25,6 +27,7 @@ from epicute.epilogues.resolve import resolve
 from epicute.errors import ArgumentError, CompileError, UnsupportedError
 from epicute.gemm import Plan
 from epicute.gemm.arguments import ArgumentLayout
+from epicute.weights import Weight
 from tests.gemm.planned import OUT, QKV, K, Launch, M, N, fake_plan, weight
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -79,7 +82,8 @@ def test_more_rows_than_tiles_can_count_are_refused() -> None:
 def test_x_on_the_cpu_is_refused() -> None:
     launch = Launch(Store(BF16))
     launch.plan._clusters.clear()
-    launch.refused("x", "a tensor on cpu, expected a CUDA tensor")
+    said = "a tensor on cpu, expected a CUDA tensor.*without one, epicute.linear does the same on the CPU"
+    launch.refused("x", said)
 
 
 def test_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +124,34 @@ def test_jc_12_a_weight_elsewhere_is_refused(out: Launch) -> None:
     out.refused("packed.codes", r"x's device, cpu. Fix: packed.to\(x.device\)")
 
 
+@pytest.mark.parametrize("given", [None, [[0.0]], np.zeros((M, K)), Store(BF16)])
+def test_what_is_no_tensor_is_refused_as_x(out: Launch, given: Any) -> None:
+    out.x = given
+    out.refused("x", "expected a tensor")
+
+
+def test_run_says_so_where_x_and_the_weight_are_swapped(out: Launch) -> None:
+    out.x, out.packed = out.packed, out.x
+    out.refused("x", r"x: got Packed, expected a tensor. Fix: call run\(x, packed, \*\*operands\)$")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (None, r"got None.*Fix: read it with Packed.load\(path\)"),
+        (np.zeros((N, K)), "got ndarray"),
+        (Store(BF16), r"got Store, .*Fix: call run\(x, packed, "),
+        (
+            torch.zeros(N, K),
+            r"Fix: Weight\(w\).quantize\(…\).pack\(composition.row_order\(192\)\)$",
+        ),
+    ],
+)
+def test_what_is_no_packed_weight_is_refused(out: Launch, given: Any, said: str) -> None:
+    out.packed = given
+    out.refused("packed", said)
+
+
 # --- operands ---
 
 
@@ -144,7 +176,8 @@ def test_an_unknown_operand_is_refused_with_the_list(out: Launch) -> None:
 @pytest.mark.parametrize("name", ["scale", "residual", "weight_scale"])
 def test_ge_07_what_is_no_tensor_is_refused_by_name(out: Launch, name: str, given: Any) -> None:
     out.operands[name] = given
-    out.refused(name, f"{type(given).__name__}, expected a tensor on")
+    got = "None" if given is None else type(given).__name__
+    out.refused(name, f"{got}, expected a tensor on")
 
 
 def shaped(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
@@ -262,6 +295,63 @@ def test_plan_refuses_before_it_compiles(
     packed = weight(Store(BF16), N, K, format)
     with pytest.raises(epicute.EpicuteError, match=said):
         epicute.plan(composition, packed, **options)
+
+
+VALUES = Weight(torch.ones(N, K), "w")
+PACKED = weight(Store(BF16), N, K)
+CALL = r"Fix: call plan\(composition, packed\)$"
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize(
+    ("composition", "packed", "said"),
+    [
+        (
+            PACKED,
+            Store(BF16),
+            f"composition: got Packed, expected a policy or a composition. {CALL}",
+        ),
+        (PACKED, PACKED, f"composition: got Packed, .*{CALL}"),
+        (torch.zeros(M, K), PACKED, rf"composition: got \(5, 64\) torch.float32, .*{CALL}"),
+        (VALUES, PACKED, f"composition: got Weight, .*{CALL}"),
+        (None, PACKED, "composition: got None, .*Fix: pass a policy, or several as a >> b$"),
+        ("Store", PACKED, "composition: got str, "),
+        (Store, PACKED, r"composition: got type, .*Fix: call it: Store\(…\)$"),
+        (Store(BF16), Bias() >> Store(BF16), f"packed: got Composition, .*{CALL}"),
+        (
+            Store(BF16),
+            VALUES,
+            r"packed: got Weight, expected a Packed weight. "
+            r"Fix: add .quantize\(…\).pack\(composition.row_order\(192\)\)$",
+        ),
+        (
+            Store(BF16),
+            VALUES.quantize("bf16"),
+            r"packed: got Quantized, .*Fix: add .pack\(composition.row_order\(192\)\)$",
+        ),
+        (
+            Store(BF16),
+            torch.ones(N, K),
+            r"packed: got \(192, 64\) torch.float32, .*"
+            r"Fix: Weight\(w\).quantize\(…\).pack\(composition.row_order\(192\)\)$",
+        ),
+        (Store(BF16), torch.ones(N), r"pack\(composition.row_order\(n\)\)$"),
+        (Store(BF16), None, r"packed: got None, .*Packed.load\(path\)"),
+        (Store(BF16), [[1.0]], "packed: got list, "),
+    ],
+)
+def test_plan_refuses_another_object_in_one_line(composition: Any, packed: Any, said: str) -> None:
+    with pytest.raises(ArgumentError, match=said) as found:
+        epicute.plan(composition, packed)
+    assert "\n" not in str(found.value)
+    assert len(str(found.value)) < 200
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_plan_takes_columns() -> None:
+    chain = Columns(a=(N // 2, Store(BF16)), b=(N // 2, Store(FP32)))
+    with pytest.raises(CompileError, match="the compiler ran"):
+        epicute.plan(chain, weight(chain, N, K))
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -183,6 +184,47 @@ def test_illegal_schedules_are_refused_by_name(
         schedule.check(replace(PLAIN, rows=rows, columns=rows), HOPPER)
     assert str(error.value).startswith(f"{argument}: got ")
     assert "Fix: " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"stages": 1}, "got 1, expected at least 2.*Fix: use 3 or more"),
+        ({"stages": 0}, "got 0, expected at least 2.*Fix: use 3 or more"),
+        ({"stages": 9}, r"got 9 \(.*bytes .* with 128x256\).*Fix: use 4 stages or a smaller tile$"),
+        ({"stages": 4, "slots": 8}, "256 and 8 slots.*Fix: use 3 stages or .* or fewer slots$"),
+        ({"slots": 99}, "slots: got 99, expected 0, or 2 to 16. Fix: use 0"),
+        ({"stages": 99, "slots": 99}, "slots: got 99"),
+        ({"tile_m": 64}, "Fix: use 128, or set pingpong=True, which makes 64 legal"),
+        ({"tile_m": 256, "pingpong": True}, "use 64, or leave pingpong out, which makes 256 legal"),
+        ({"tile_m": 192}, "Fix: use 128$"),
+        ({"tile_m": 256}, "Fix: use a tile_n of at most 128"),
+        ({"tile_m": "64"}, r"tile_m: got '64' \(str\), expected an int. Fix: .* tile_m=128"),
+        ({"tile_n": 128.0}, r"tile_n: got 128.0 \(float\), expected an int"),
+        ({"stages": True}, r"stages: got True \(bool\), expected an int"),
+        ({"slots": None}, r"slots: got None \(NoneType\), expected an int"),
+        ({"pingpong": 1}, r"pingpong: got 1 \(int\), expected True or False"),
+    ],
+)
+def test_the_fix_is_what_helps(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        replace(Schedule(), **change).check(PLAIN, HOPPER)
+
+
+@given(problems(), st.integers(2, 12), st.sampled_from((0, 2, 5)))
+def test_the_stages_of_the_fix_fit_and_one_more_does_not(
+    problem: Problem, stages: int, slots: int
+) -> None:
+    schedule = replace(choose(problem, HOPPER), stages=stages, slots=slots)
+    if schedule.blocks > 1 and slots:
+        return
+    try:
+        schedule.check(problem, HOPPER)
+    except ArgumentError as error:
+        if fits := re.search(r"Fix: use (\d+) stages", str(error)):
+            replace(schedule, stages=int(fits[1])).check(problem, HOPPER)
+            with pytest.raises(ArgumentError):
+                replace(schedule, stages=int(fits[1]) + 1).check(problem, HOPPER)
 
 
 def test_half_a_narrow_tile_is_no_share() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epicute.epilogues import ResidualAdd, RowVector, Store, SwiGLU, policy
-from epicute.errors import CompositionError
-from epicute.gemm import GemmKernel, Schedule, kernel_for
+from epicute.errors import ArgumentError, CompositionError, UnsupportedError
+from epicute.gemm import GemmKernel, Schedule, explain, kernel_for, plan
+from epicute.gemm.explain import TRADED, describe, report_text
+from epicute.jit import Report, Target
 from tests.gemm.compositions import DTYPES, SKELETONS, operations
+from tests.gemm.planned import weight
 from tests.gemm.policies import shifted, soft_cap
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -110,3 +114,81 @@ def test_k_is_padded_to_sixteen_bytes() -> None:
 def test_half_a_pair_is_refused() -> None:
     with pytest.raises((CompositionError, ValueError), match="even"):
         kernel(composition=SwiGLU() >> Store(BF16), n=255)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"schedule": (128, 128)}, r"schedule: got \(128, 128\) \(tuple\), expected a Schedule"),
+        ({"target": 90}, r"target: got 90 \(int\), expected a Target.*Fix: .*Target\('sm_90a'\)"),
+        ({"target": "sm_80"}, "target: got 'sm_80a', expected one of sm_90a"),
+        ({"dtype": "bf16"}, r"dtype: got 'bf16' \(str\).*Fix: write dtype=torch.bfloat16"),
+        ({"dtype": "torch.float16"}, r"\(str\).*Fix: write dtype=torch.float16"),
+        ({"dtype": "fp8"}, r"\(str\).*Fix: write dtype=torch.float8_e4m3fn"),
+        ({"dtype": None}, r"dtype: got None \(NoneType\).*Fix: convert"),
+        ({"n": "256"}, r"n: got '256' \(str\), expected an integer"),
+        ({"k": True}, r"k: got True \(bool\), expected an integer"),
+        ({"expected_m": 2.0}, r"expected_m: got 2.0 \(float\), expected a number of rows"),
+        ({"expected_m": -1}, "expected_m: got -1, expected a number of rows"),
+    ],
+)
+def test_a_value_of_another_type_is_named_with_it(change: dict[str, Any], said: str) -> None:
+    with pytest.raises((ArgumentError, UnsupportedError), match=said) as caught:
+        kernel(**change)
+    assert "Fix: " in str(caught.value)
+
+
+def test_plan_and_explain_say_the_same() -> None:
+    for make in (
+        lambda: plan(Store(BF16), weight(Store(BF16), 64, 64), schedule=(128, 128)),
+        lambda: explain(Store(BF16), 64, 64, schedule=(128, 128)),
+    ):
+        with pytest.raises(ArgumentError, match=r"schedule: got \(128, 128\) \(tuple\)"):
+            make()
+
+
+@pytest.mark.parametrize("name", ["sm_90a", "SM90", "9.0"])
+def test_a_target_by_name(name: str) -> None:
+    assert kernel(target=name).target == Target("sm_90a")
+
+
+def test_explain_names_its_options() -> None:
+    with pytest.raises(
+        ArgumentError, match=r"explain: got the option 'tile', .*Schedule"
+    ) as caught:
+        explain(Store(BF16), 256, 128, tile=3)
+    for name in ("dtype", "target", "schedule", "alignments", "expected_m", "accumulate"):
+        assert name in str(caught.value)
+
+
+def test_the_report_of_a_gemm_says_that_registers_are_traded() -> None:
+    report = Report(168, 0, 0, 1000, (), 1.5, "of the DSL")
+    text = describe(kernel(dtype=FP8), report)
+    assert "registers      168 at launch (24 and 240 once the warpgroups have traded)\n" in text
+    assert "compiled in    1.50 s, ptxas of the DSL\n" in text
+    assert "problem        N = 256, K = 128, float8_e4m3fn\n" in text
+    assert report_text(replace(report, registers=None)).startswith("registers      unknown\n")
+
+
+@pytest.mark.parametrize(
+    ("origin", "place"), [("memory", "this process's memory"), ("disk", "the cache on disk")]
+)
+def test_the_report_says_that_code_came_from_a_cache(origin: str, place: str) -> None:
+    text = report_text(Report(168, 0, 0, 1000, ("C1: said",), 1.5, "of the DSL"), origin)
+    said = f"compiled in    1.50 s, ptxas of the DSL, before; this code came from {place}\n"
+    assert said in text
+    assert text.endswith("C1: said")
+
+
+@pytest.mark.compile
+def test_the_registers_are_those_of_the_kernel() -> None:
+    from epicute.gemm.kernel import CONSUMER_REGISTERS, PRODUCER_REGISTERS
+
+    assert (PRODUCER_REGISTERS, CONSUMER_REGISTERS) == TRADED
+
+
+@pytest.mark.compile
+def test_explain_twice_comes_from_memory() -> None:
+    first, again = (explain(Store(BF16), 256, 128) for _ in range(2))
+    assert "before; this code came from this process's memory" in again
+    assert first.splitlines()[0] == again.splitlines()[0]

@@ -236,6 +236,70 @@ def test_what_cannot_be_followed_is_refused_with_the_fix(case: str, load: Load) 
     assert fix in str(caught.value)
 
 
+IMPURE = {
+    "os": "import os\ndef f(x):\n    return x * len(os.environ)\n",
+    "posixpath": "import os.path as p\ndef f(x):\n    return p.exists('a')\n",
+    "random": "from random import random\ndef f(x):\n    return x * random()\n",
+    "random.uniform": "from random import uniform\ndef f(x):\n    return x * uniform(0, 1)\n",
+    "time": "import time\ndef f(x):\n    return x * time.time()\n",
+    "time.time": "from time import time\ndef f(x):\n    return x * time()\n",
+    "datetime": "from datetime import datetime\ndef f(x):\n    return datetime.now().hour\n",
+    "secrets": "import secrets\ndef f(x):\n    return secrets.randbelow(3)\n",
+    "uuid": "from uuid import uuid4\ndef f(x):\n    return uuid4().int\n",
+    "socket": "import socket\ndef f(x):\n    return socket.gethostname()\n",
+    "subprocess": "import subprocess\ndef f(x):\n    return subprocess.run('a')\n",
+    "sys": "import sys\ndef f(x):\n    return x * len(sys.argv)\n",
+    "pathlib": "from pathlib import Path\ndef f(x):\n    return Path('a').exists()\n",
+    "inside": "def f(x):\n    import os\n    return x * len(os.environ)\n",
+    "a helper's": "import os\ndef h():\n    return os.environ\ndef f(x):\n    return h()\n",
+    "a method's": (
+        "import os\nclass C:\n    def go(self):\n        return os.environ\n"
+        "def f(x):\n    return C().go()\n"
+    ),
+    "open": "def f(x):\n    return x * len(open('a').read())\n",
+    "open by another name": "read = open\ndef f(x):\n    return read('a')\n",
+    "hash": "def f(x):\n    return x * hash('a')\n",
+    "hash by another name": "h = hash\ndef f(x):\n    return x * h('a')\n",
+    "input": "def f(x):\n    return input()\n",
+    "import by call": "def f(x):\n    return __import__('os').environ\n",
+}
+
+
+@pytest.mark.parametrize("case", IMPURE)
+def test_what_differs_between_processes_is_refused_by_name(case: str, load: Load) -> None:
+    with pytest.raises(KeyingError, match="pass the value as a field of the policy") as caught:
+        digest(load, IMPURE[case])
+    named = case.partition(" ")[0].partition(".")[0]
+    assert {"inside": "os", "a": "os", "import": "__import__"}.get(named, named) in str(
+        caught.value
+    )
+
+
+def test_a_method_of_an_object_is_refused(load: Load) -> None:
+    """Its name would be in the key, and the object's value would not."""
+    for made in ("'abc'.upper", "[1].pop", "np.random.default_rng(0).normal"):
+        with pytest.raises(KeyingError, match="Fix: "):
+            digest(load, f"import numpy as np\nT = {made}\ndef f(x):\n    return T()\n")
+
+
+def test_pure_modules_of_the_standard_library_are_allowed(load: Load) -> None:
+    text = (
+        "import abc, cmath, collections, contextlib, dataclasses, decimal, enum, fractions\n"
+        "import functools, itertools, math, numbers, operator, types, typing\n"
+        "from collections import OrderedDict, namedtuple\nfrom functools import reduce\n"
+        "from itertools import product\nfrom math import sin\nfrom operator import add\n"
+        "from decimal import Decimal\nfrom fractions import Fraction\n"
+        "size = len\nkind = str.upper\n"
+        "class A(abc.ABC, typing.Generic[typing.TypeVar('T')]):\n    n = 1\n"
+        "class E(enum.IntEnum):\n    A = 1\n"
+        "def f(x):\n    import collections.abc\n"
+        "    math, cmath, abc, contextlib, dataclasses, decimal, enum, fractions, functools\n"
+        "    itertools, numbers, operator, types, typing, OrderedDict, namedtuple, reduce\n"
+        "    return product, sin, add, Decimal, Fraction, size, kind, A, E, collections, sorted\n"
+    )
+    assert digest(load, text) == digest(load, text)
+
+
 def test_the_refusal_names_function_and_global(load: Load) -> None:
     with pytest.raises(KeyingError, match=r"f: global h: global TABLE"):
         digest(load, "TABLE = [1]\ndef h(x):\n    return TABLE\ndef f(x):\n    return h(x)\n")

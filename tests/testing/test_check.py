@@ -4,8 +4,11 @@ in the message.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from epicute.epilogues import (
     Bias,
@@ -24,7 +27,7 @@ from epicute.epilogues import (
     reducing,
     tap,
 )
-from epicute.errors import ArgumentError
+from epicute.errors import ArgumentError, CompositionError, UnsupportedError
 from epicute.testing import EXACT, Budget, Ranges, check
 
 
@@ -209,3 +212,69 @@ class TestRefusals:
     def test_columns_the_composition_refuses(self) -> None:
         with pytest.raises(ArgumentError, match="whole heads"):
             check(PlaceKV(head_dim=64), lambda x, slots: x, columns=[72])
+
+    def test_ranges_of_an_operand_there_is_not(self) -> None:
+        drawn = Ranges(operands={"bounds": lambda shape: st.just(torch.zeros(shape))})
+        with pytest.raises(ArgumentError, match=r"ranges.operands: got bounds, .*: bias_values\."):
+            check(shift(), lambda x, bias_values: x + bias_values, ranges=drawn)
+        drawn = Ranges(operands={"out": lambda shape: st.just(torch.zeros(shape))})
+        with pytest.raises(ArgumentError, match=r"got out, expected operands that are .*none here"):
+            check(Store(torch.float32), lambda x: x, ranges=drawn)
+
+    @pytest.mark.parametrize(
+        ("returned", "came"),
+        [
+            (lambda x: None, "None"),
+            (lambda x: x.T[:1], r"shape \(1, \d+\)"),
+            (lambda x: x[:, :-1], r"shape \(\d+, \d+\)"),
+            (lambda x: x.reshape(-1), r"shape \(\d+,\)"),
+            (lambda x: 0.0, r"shape \(\)"),
+            (lambda x: "x", "str"),
+            (lambda x: {"out": None}, "None"),
+        ],
+    )
+    def test_what_the_reference_returns(self, returned: Any, came: str) -> None:
+        message = (
+            rf"reference: out: got {came}, expected a tensor of shape \(\d+, 64\)\. Fix: return"
+        )
+        with pytest.raises(ArgumentError, match=message):
+            check(soft_cap(cap=30.0), returned, columns=64)
+
+    def test_a_device_that_is_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        for device in ("cuda", "cuda:0", torch.device("cuda")):
+            with pytest.raises(UnsupportedError, match=r"device: got 'cuda.*Fix: leave device out"):
+                check(soft_cap(cap=1.0), torch.tanh, device=device)
+        for device in ("gpu", "mps", "cudaa"):
+            with pytest.raises(ArgumentError, match=rf"device: got '{device}', expected 'cpu'"):
+                check(soft_cap(cap=1.0), torch.tanh, device=device)
+
+    def test_columns_that_are_no_numbers(self) -> None:
+        for columns in ("64", 64.0, [64.0], ["64"], 0, [-8]):
+            with pytest.raises(
+                ArgumentError, match=r"columns: got .*Fix: pass columns=\[64, 128\]"
+            ):
+                check(soft_cap(cap=1.0), torch.tanh, columns=columns)  # type: ignore[arg-type]
+
+    def test_a_tap_that_does_not_write(self) -> None:
+        @tap(copy=Output)
+        def forgets(x, ctx):
+            return x
+
+        with pytest.raises(CompositionError, match="forgets: operand 'copy'"):
+            check(forgets(), lambda x: x)
+
+
+def test_one_number_of_columns() -> None:
+    check(soft_cap(cap=1.0), torch.tanh, columns=64, examples=10)
+
+
+def test_ranges_of_the_callers_own() -> None:
+    def positive(shape: tuple[int, ...]) -> st.SearchStrategy[torch.Tensor]:
+        return st.floats(1.0, 2.0, width=32).map(lambda low: torch.full(shape, low))
+
+    def reference(x: torch.Tensor, factor, low, other) -> torch.Tensor:
+        assert bool((factor >= 1).all())
+        return x * factor[:, None] + low * other
+
+    check(mix(), reference, ranges=Ranges(operands={"factor": positive}), examples=20)

@@ -291,3 +291,17 @@ def test_moving_keeps_everything_else() -> None:
     assert moved.scale.device.type == "meta"
     assert (moved.order, moved.shape, moved.name) == (found.order, found.shape, found.name)
     assert found.nbytes == 64 * 32 + 64 * 4
+
+
+def test_weights_print_as_one_line_without_their_values() -> None:
+    weight = Weight(torch.ones(64, 32), "w")
+    codes = weight.quantize("fp8")
+    order = RowOrder.plain(64)
+    assert repr(weight) == "Weight('w', torch.float32, (64, 32) on cpu)"
+    assert repr(Weight(weight.values, "w", tied=True)).endswith("on cpu, tied)")
+    assert repr(codes) == "Quantized('w', fp8, (64, 32) on cpu)"
+    assert repr(codes.pack(order)) == f"Packed('w', fp8, (64, 32) on cpu, order [{order}])"
+    assert repr(codes.pack(order).to("meta")).startswith("Packed('w', fp8, (64, 32) on meta, ")
+    for found in (weight, codes, codes.pack(order)):
+        assert str(found) == repr(found)
+        assert "\n" not in repr(found)
