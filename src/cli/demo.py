@@ -120,6 +120,8 @@ def run(
     for job in jobs_of(source, args.prompt, args.layer):
         outcomes.append(_play(job, planner or plan_job))
     print(f"\n{table(outcomes)}\n")
+    if not any(outcome.gpu for outcome in outcomes):
+        print("no Hopper GPU here: the kernels were compiled and not run")
     failures = [text for outcome in outcomes for text in outcome.failures]
     for text in failures:
         print(f"exceeded: {text}")
