@@ -19,7 +19,7 @@ __all__ = ["clocks"]
 SHARED_BYTES = 128
 L2_BYTES = 64
 DRAM_BYTES = 2500
-"""Bytes a clock; the last for the whole GPU, 4.6 TB/s at 1.85 GHz."""
+"""Bytes a clock; the last two are assumed, DRAM for the whole GPU: 4.6 TB/s at 1.85 GHz."""
 
 EPILOGUE = 9.0
 """Clocks per column of a tile between its last product and the next tile's first (measured: 2300 for 256 columns)."""

@@ -90,7 +90,7 @@ class Schedule:
     def check(self, problem: Problem, target: Target) -> None:
         """Refuse a schedule that the problem or the target does not allow.
 
-        Clusters of four are no part of it: an H200 does not hold 32 of them at once, and 2x2 and 4x1 took 1.5 to 1.9
+        Clusters of four are no part of it: with 32 of them on an H200, 2x2 and 4x1 took 1.5 to 1.9
         times as long as 2x1.
         """
         self._check_types()

@@ -45,6 +45,9 @@ SPELT = {
 MODULES = ("epicute.gemm.kernel", "epicute.gemm.spec")
 """Modules whose source, with all they import from this package, makes the machine code."""
 
+CHOOSING = ("epicute.gemm.choice", "epicute.gemm.model")
+"""Modules that decide on a schedule, which is in the key itself."""
+
 
 @dataclass(frozen=True)
 class GemmSpec:
@@ -97,7 +100,7 @@ class GemmKernel:
                 ("slots", schedule.slots),
                 ("accumulate", problem.accumulate),
             ),
-            sources=(modules_digest(*MODULES),),
+            sources=(modules_digest(*MODULES, aside=CHOOSING),),
             target=self.target,
         )
 

@@ -25,23 +25,18 @@ from epicute.jit.environment import version_of
 
 __all__ = ["modules_digest", "normal_form", "require_unedited", "sha"]
 
-NOT_CODE = (
-    "epicute.cli",
-    "epicute.errors",
-    "epicute.gemm.choice",
-    "epicute.gemm.model",
-    "epicute.jit",
-)
+NOT_CODE = ("epicute.cli", "epicute.errors", "epicute.jit")
 """Modules that serve a kernel without shaping it; what matters of them is in its key otherwise."""
 
 
-def modules_digest(*names: str, follow: bool = True) -> str:
+def modules_digest(*names: str, follow: bool = True, aside: tuple[str, ...] = ()) -> str:
     """SHA-256, in hex, of the source of modules of a package: a wheel, a checkout or a zip alike.
 
     A package stands for all modules beneath it. With ``follow`` the modules of the same package
     that they import, at any depth, are included, so that a key stays whole when a kernel moves code
-    into a new file; references are not, as no kernel imports one. Where only bytecode is installed,
-    its instructions and the package's version count.
+    into a new file; references are not, as no kernel imports one, nor those ``aside``, whose
+    results are in the key by value. Where only bytecode is installed, its instructions and the
+    package's version count.
 
     Raises KeyingError for a name that is no module, and for a module edited since it was imported.
     """
@@ -50,7 +45,7 @@ def modules_digest(*names: str, follow: bool = True) -> str:
         name = todo.pop()
         if name not in seen:
             seen[name], imported, beneath = _module(name)
-            todo += (*beneath, *(imported if follow else ()))
+            todo += (*beneath, *(m for m in imported if follow and m not in aside))
     return sha(json.dumps(seen, sort_keys=True))
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +86,22 @@ def cpu_plan(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[CpuPlan]]:
     monkeypatch.setattr(epicute, "plan", CpuPlan, raising=False)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     return CpuPlan
+
+
+@pytest.fixture
+def planned(cpu_plan: type[CpuPlan], monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
+    """Every plan made from here on, and what it was made of: plan, composition, packed, x_dtype."""
+    made: list[SimpleNamespace] = []
+    make = cpu_plan.__init__
+
+    def seen(self: Any, composition: Any, packed: Any, x_dtype: torch.dtype, **how: Any) -> None:
+        make(self, composition, packed, x_dtype, **how)
+        made.append(
+            SimpleNamespace(plan=self, composition=composition, packed=packed, x_dtype=x_dtype)
+        )
+
+    monkeypatch.setattr(cpu_plan, "__init__", seen)
+    return made
 
 
 @pytest.fixture

@@ -286,30 +286,25 @@ def test_kernels_are_known_without_data(module: Any, count: int) -> None:
 @pytest.mark.parametrize("module", [gemm, epilogue])
 def test_exactly_these_kernels_are_run(
     module: Any,
-    cpu_plan: Any,
+    planned: list[Any],
     monkeypatch: pytest.MonkeyPatch,
     layer: MakeLayer,
     timer: Timer,
 ) -> None:
-    planned = []
-    make = cpu_plan.__init__
-
-    def seen(self: Any, composition: Any, packed: Any, x_dtype: torch.dtype, **how: Any) -> None:
-        make(self, composition, packed, x_dtype, **how)
-        assert self.schedule is None
-        asked = self.accumulate, self.expected_m
-        planned.append((composition.key(), packed.shape, x_dtype, *asked))
-
-    monkeypatch.setattr(cpu_plan, "__init__", seen)
     monkeypatch.setattr(module, "layers", lambda options: [layer("qkv"), layer("gate_up")])
     for made in module.layers(None):
         module.measure(made, Session(timer, rounds=1))
+    assert all(p.plan.schedule is None for p in planned)
+    made = [
+        (p.composition.key(), p.packed.shape, p.x_dtype, p.plan.accumulate, p.plan.expected_m)
+        for p in planned
+    ]
     expected = []
     for kernel in module.kernels(Options(shapes=())):
         key, asked = kernel.spec.resolved.composition.key(), kernel.spec.problem
         how = asked.accumulate, asked.expected_m
         expected.append((key, (asked.columns, asked.depth), asked.dtype, *how))
-    assert sorted(map(str, planned)) == sorted(map(str, expected))
+    assert sorted(map(str, made)) == sorted(map(str, expected))
 
 
 def test_checked_rows_include_both_ends(layer: MakeLayer) -> None:

@@ -80,6 +80,13 @@ def watched(x, ctx):
     ctx.store("copy", x)
 
 
+@tap(top=Maximum, bad=Counter, divisor=Scalar)
+def suspected(x, ctx):
+    """The largest of all, and how many are NaN once divided."""
+    ctx.record_max("top", abs(x))
+    ctx.count("bad", ctx.isnan(x * ctx.reciprocal(ctx.divisor)))
+
+
 NUMBERS = ("add", "sub", "mul", "div", "min", "max", "neg", "abs", "floor", "where")
 CURVES = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "reciprocal")
 ROUNDING = ("round_bfloat16", "round_float16", "round_float8")

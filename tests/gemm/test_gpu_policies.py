@@ -41,7 +41,7 @@ from tests.gemm.compositions import (
 from tests.gemm.covering import covering
 from tests.gemm.device import DEVICE, bits, embed, embed_rows
 from tests.gemm.jobs import ROWS, Job, assert_near, pack
-from tests.gemm.policies import EXACT_OPERATIONS
+from tests.gemm.policies import EXACT_OPERATIONS, suspected
 
 pytestmark = pytest.mark.gpu
 
@@ -73,6 +73,14 @@ ROUNDED = {
     "kept": Case("ge12-kept", Store(FP32) >> EmitFP8(), 64, 64, BF16),
     "scaled": Case("ge12-scaled", Dequantize(None, "tensor") >> EmitFP8(), 64, 64, FP8),
 }
+TURNED = [
+    Case(f"{rope}-{len(dtypes)}", ResidualAdd() >> rope >> Store(BF16), n, 64, BF16, dtypes=dtypes)
+    for n, rope in ((3072, RoPE(96)), (2048, RoPE(128, 80)), (2048, RoPE(128)))
+    for dtypes in ((), (("residual", FP32),))
+]
+"""Residuals in the order of heads: some come through the pipeline, of some a quad would read across boxes."""
+
+SUSPECTED = Case("suspected", suspected() >> Store(BF16), 64, 64, BF16)
 SHARDS = Case("ge05", Dequantize() >> Store(BF16), 48, 512, FP8)
 SHARDED_GLU = Case("ge05-glu", Dequantize() >> SwiGLU() >> Store(BF16), 64, 512, FP8)
 ABSENT = Case("ge07", compose(Store(BF16)), 192, 64, BF16)
@@ -102,7 +110,8 @@ CASES = [
     *PLAIN.values(),
     *BIAS.values(),
     *ROUNDED.values(),
-    *(BIAS_ROPE, GEMMA, LIMITED, SPECIAL, EMIT, SHARDS, SHARDED_GLU, ABSENT),
+    *TURNED,
+    *(SUSPECTED, BIAS_ROPE, GEMMA, LIMITED, SPECIAL, EMIT, SHARDS, SHARDED_GLU, ABSENT),
 ]
 TWO_ROWS = dict(
     zip(POLICIES, cycle(zip(ROWS[1:], ROWS[5:] + ROWS[1:5], strict=True)), strict=False)
@@ -205,6 +214,24 @@ def test_negative_zero_is_kept() -> None:
     job = Job(case, 5, packed=pack(case, torch.zeros(64, 64), torch.tensor([0.5])))
     job.packed.scale.neg_()
     assert (job.run()["out_fp8"].view(torch.uint8) == 0x80).all()
+
+
+@pytest.mark.parametrize("case", TURNED, ids=str)
+def test_a_residual_meets_its_columns_before_they_are_turned(case: Case) -> None:
+    for rows in (1, 130):
+        Job(case, rows).check()
+
+
+def test_df_03_a_zero_divided_by_zero_is_counted() -> None:
+    """The largest value divided is infinite, which hides no NaN beside it."""
+    x = torch.zeros(3, 64)
+    x[1, 5] = 5.0
+    job = identity(SUSPECTED, x)
+    job.operands["divisor"].fill_(0.0)
+    before = int(job.outputs["bad"].tensor)
+    found = job.run()
+    assert float(found["top"]) == 5.0
+    assert int(found["bad"]) == before + 3 * 64 - 1
 
 
 def test_amax_and_counters_run_on_from_where_they_are() -> None:

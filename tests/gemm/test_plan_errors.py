@@ -429,3 +429,36 @@ def test_outputs_are_refused_exactly_where_they_share_bytes_with_x(
         launch.refused("out", "apart from x")
     else:
         assert launch.bind() is not None
+
+
+def residual_and_output(step: int, shift: int, dtype: torch.dtype = BF16) -> Launch:
+    """A launch whose residual and output are ``shift`` columns apart in one buffer of rows of ``step``."""
+    launch = Launch(ResidualAdd() >> Store(BF16))
+    buffer = torch.zeros(M * step + shift + N, dtype=BF16)
+    launch.operands["residual"] = buffer.as_strided((M, N), (step, 1))
+    launch.operands["out"] = buffer.as_strided((M, N), (step, 1), shift)
+    return launch
+
+
+@pytest.mark.parametrize(("shift", "refused"), [(0, False), (8, True), (N - 8, True), (N, False)])
+def test_the_residual_may_be_the_output_or_lie_apart_from_it(shift: int, refused: bool) -> None:
+    """One tile would read what another has written."""
+    launch = residual_and_output(2 * N, shift)
+    if refused:
+        launch.refused("out", "apart from residual")
+    else:
+        assert launch.bind() is not None
+
+
+def test_rows_of_another_length_share_too() -> None:
+    launch = residual_and_output(2 * N, 0)
+    launch.operands["out"] = launch.operands["residual"].as_strided((M, N), (N, 1))
+    launch.refused("out", "apart from residual")
+
+
+def test_two_outputs_in_one_place_are_refused() -> None:
+    launch = Launch(Store(BF16, name="h") >> Store(BF16))
+    first, second = launch.operands
+    launch.operands[second] = launch.operands[first]
+    with pytest.raises(ArgumentError, match=r"got .*expected memory apart from .*Fix: allocate"):
+        launch.bind()

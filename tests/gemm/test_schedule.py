@@ -97,6 +97,13 @@ def test_waves_and_weights_decide() -> None:
     assert 4096 // few.tile_n >= 64
 
 
+@pytest.mark.parametrize(("n", "k"), [(512, 512), (4096, 4096), (14336, 2048)])
+def test_no_cta_of_a_cluster_is_without_rows(n: int, k: int) -> None:
+    for rows in (1, 16, 64):
+        schedule = kernel_for(Store(), n=n, k=k, expected_m=rows).spec.schedule
+        assert schedule.cluster_m == 1 or rows > schedule.tile_m
+
+
 @given(problems(), st.integers(1, 20000))
 def test_clocks_grow_with_the_work(problem: Problem, rows: int) -> None:
     schedule = choose(replace(problem, expected_m=None), HOPPER)
