@@ -36,7 +36,7 @@ TABLES: dict[str, Any] = {
 KNOWN = {**TABLES, "search": search}
 SHAPES_OF = {
     "gemm": ("1B", "8B", "70B", "405B"),
-    "epilogue": ("8B", "1B", "70B"),
+    "epilogue": ("8B", "1B", "70B", "405B"),
     "search": ("8B", "1B", "70B", "405B"),
 }
 """Shapes of each table where none are named; the others have sizes of their own."""
