@@ -207,7 +207,7 @@ def test_kv_16_a_row_at_2_to_the_29() -> None:
         ("residual", lambda t: t.cpu(), r"residual: got .*on cpu, expected"),
         ("residual", lambda t: t.float(), r"residual: got .*torch.float32"),
         ("residual", lambda t: t[:-1], r"residual: got \(16, 192\)"),
-        ("residual", lambda t: None, r"residual: got NoneType"),
+        ("residual", lambda t: None, r"residual: got None, expected a tensor"),
         ("residual", lambda t: 0.5, r"residual: got float"),
         ("out", lambda t: t.cpu(), r"out: got .*on cpu, expected"),
         ("out", lambda t: t.T, r"out: got \(192, 17\)"),
