@@ -1,7 +1,8 @@
 """Table ``search``: the schedule that ``choose`` gives, beside others that its arithmetic ranks next.
 
 A case is one projection in one format, with the plain epilogue of ``gemm``. Its candidates are the
-chosen schedule and the legal ones of least clocks by ``epicute.gemm.model``, named as they print.
+chosen schedule and the legal ones of least clocks by ``epicute.gemm.model``, named as they print; of
+those that differ in width alone, the best two.
 All share the packed weights and the outputs, which are poisoned again before each is checked.
 
 A row's ``schedule`` is the chosen one and its time ``ours``; ``best`` is the fastest that was timed,
@@ -10,9 +11,11 @@ which may be the chosen one. ``tried`` of ``legal`` schedules were timed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,8 +42,11 @@ PAPER = "none: whether the library chooses its schedules well"
 
 PROTOCOL = (
     "; candidates: the schedule that choose gives and the {tries} legal ones of least clocks by "
-    "epicute.gemm.model; best: the fastest of them"
+    "epicute.gemm.model, three at most of those that differ in width alone; best: the fastest of them"
 )
+
+WIDTHS = 3
+"""Candidates that differ in the width of the tile alone: neighbours take about as long."""
 
 BEHIND = 1.03
 """Chosen over best beyond which the summary names a case."""
@@ -89,8 +95,17 @@ class Search:
     @property
     def candidates(self) -> dict[str, Schedule]:
         """The schedules to time by name, the chosen one first."""
-        wanted = [self.chosen, *self.legal[: self.layer.options.tries]]
+        wanted = [self.chosen, *islice(self._distinct(), self.layer.options.tries)]
         return {str(schedule): schedule for schedule in wanted}
+
+    def _distinct(self) -> Iterator[Schedule]:
+        """The legal schedules without the fourth and later of those that differ in width alone."""
+        seen: Counter[Schedule] = Counter()
+        for schedule in self.legal:
+            family = replace(schedule, tile_n=8, stages=2)
+            seen[family] += 1
+            if seen[family] <= WIDTHS:
+                yield schedule
 
     def kernels(self) -> Iterator[GemmKernel]:
         """One per candidate."""

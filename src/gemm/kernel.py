@@ -12,7 +12,8 @@ two along N that share A.
                   empty[s]    the tile's consumer warps, of every CTA it shares with  -> TMA
                   ready[2]    96 staging threads                                stagers -> consumers
                   taken[2]    the tile's consumer threads                       consumers -> stagers
-                  turn[2]     ping-pong alone: named barriers                   consumers -> each other
+                  boxed[2,2]  ping-pong alone: as full and empty, for buffers of a matrix operand
+    turn[2]     ping-pong alone: named barriers                   consumers -> each other
 
     cooperative   TMA         |tile 0 ............|tile 1, as far as stages allow ...
                   stagers     |0|1|               |2 ...
@@ -43,8 +44,8 @@ from epicute.gemm.panels import panelled, ring_bytes
 from epicute.gemm.ring import Ring, store_atoms
 from epicute.gemm.spec import GemmSpec
 from epicute.gemm.staging import STAGERS, Stager
-from epicute.gemm.stream_plan import stream_plan
-from epicute.gemm.streams import Stages, Stream, fill, stream_atom
+from epicute.gemm.stream_plan import BOX_BYTES, stream_plan
+from epicute.gemm.streams import Boxes, Stages, Stream, fill, stream_atom
 
 __all__ = ["HopperGemm"]
 
@@ -93,7 +94,8 @@ class HopperGemm:
         self.driver = Driver(spec.resolved, spec.layout, schedule, parts)
         self.staged = not self.stager.plan.empty
         self.stream = stream_plan(spec.resolved, spec.layout, schedule)
-        self.stream_stages = self.stream.stages if self.stream else 0
+        self.apart = self.stream is not None and self.stream.apart
+        self.stream_stages = self.stream.stages if self.stream and not self.apart else 0
         self.steps = self.k_tiles + self.stream_stages
         self.slots = schedule.slots
         self.panelled = panelled(spec.resolved, spec.layout) if self.slots else ()
@@ -187,7 +189,7 @@ class HopperGemm:
             cpasync.prefetch_descriptor(a_atom)
             cpasync.prefetch_descriptor(b_atom)
         shared = self._allocate(a_layout, b_layout)
-        loads, staging = self._pipelines(shared)
+        loads, staging, boxes = self._pipelines(shared)
         rows = self.tile_m * self.cluster_m
         tiles_m = (Int32(arguments[2]) + (rows - 1)) // rows
         first, step = block // self.cluster, Int32(arguments[3])
@@ -198,12 +200,12 @@ class HopperGemm:
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                self._produce(a_atom, a, b_atom, b, matrix, shared, loads, walk)
+                self._produce(a_atom, a, b_atom, b, matrix, shared, loads, boxes, walk)
             elif cutlass.const_expr(self.staged):
                 self._stage(arguments, shared, staging, walk, thread)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self._consume(mma, arguments, shared, loads, staging, walk, thread, stores)
+            self._consume(mma, arguments, shared, loads, staging, boxes, walk, thread, stores)
 
     def _allocate(self, a_layout: Any, b_layout: Any) -> dict[str, Any]:
         allocator = cutlass_memory.SmemAllocator()
@@ -215,9 +217,13 @@ class HopperGemm:
             "b": allocator.allocate_tensor(
                 self.dtype, b_layout.outer, 1024, swizzle=b_layout.inner
             ),
-            "loads": allocator.allocate_array(Int64, 2 * self.stages),
-            "staging": allocator.allocate_array(Int64, 4),
         }
+        if self.apart:
+            assert self.stream is not None
+            layout = cute.make_layout(2 * self.stream.boxes * self.tile_m * BOX_BYTES)
+            shared["boxes"] = allocator.allocate_tensor(cutlass.Uint8, layout, 1024)
+        for name, count in (("loads", 2 * self.stages), ("staging", 4), ("boxed", 4)):
+            shared[name] = allocator.allocate_array(Int64, count)
         if self.panelled:
             layout = cute.make_layout(ring_bytes(self.slots))
             shared["ring"] = allocator.allocate_tensor(cutlass.Uint8, layout, 128)
@@ -231,7 +237,13 @@ class HopperGemm:
         a, b = (Int32(shared[name].iterator.toint()) for name in ("a", "b"))
         return Stages(a, b, self.tile_m * 128, self.tile_n * 128)
 
-    def _pipelines(self, shared: dict[str, Any]) -> tuple[Any, Any]:
+    def _boxes(self, shared: dict[str, Any]) -> Boxes:
+        """The warpgroups' buffers of a streamed operand in ping-pong."""
+        assert self.stream is not None
+        box = self.tile_m * BOX_BYTES
+        return Boxes(Int32(shared["boxes"].iterator.toint()), self.stream.boxes * box, box)
+
+    def _pipelines(self, shared: dict[str, Any]) -> tuple[Any, Any, Any]:
         group, agent = pipeline.CooperativeGroup, pipeline.Agent.Thread
         staging = pipeline.PipelineAsync.create(
             barrier_storage=shared["staging"],
@@ -240,6 +252,18 @@ class HopperGemm:
             consumer_group=group(agent, 128 * self.sharers),
             defer_sync=True,
         )
+        boxes: Any = None
+        if self.apart:
+            buffers = self._boxes(shared)
+            boxes = pipeline.PipelineTmaAsync.create(
+                barrier_storage=shared["boxed"],
+                num_stages=2,
+                producer_group=group(agent),
+                consumer_group=group(agent, 4),
+                tx_count=buffers.stage_bytes,
+                cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+                defer_sync=True,
+            )
         loads = pipeline.PipelineTmaAsync.create(
             barrier_storage=shared["loads"],
             num_stages=self.stages,
@@ -248,7 +272,7 @@ class HopperGemm:
             tx_count=(self.tile_m + self.tile_n) * 128,
             cta_layout_vmnk=cute.make_layout((1, self.cluster_m, self.cluster_n, 1)),
         )
-        return loads, staging
+        return loads, staging, boxes
 
     def _ranks(self, walk: Walk) -> tuple[Any, Any]:
         """A CTA's place along M and along N of its cluster."""
@@ -266,7 +290,7 @@ class HopperGemm:
         return m * self.cluster_m + rank_m, n * self.cluster_n + rank_n
 
     @cute.jit
-    def _produce(self, a_atom, a, b_atom, b, matrix, shared, loads, walk) -> None:
+    def _produce(self, a_atom, a, b_atom, b, matrix, shared, loads, boxes, walk) -> None:
         a_tiles = cute.local_tile(a, (self.tile_m, self.tile_k), (None, None))
         b_tiles = cute.local_tile(b, (self.tile_n, self.tile_k), (None, None))
         rank_m, rank_n = self._ranks(walk)
@@ -290,6 +314,7 @@ class HopperGemm:
         )
         b_mask = Int16((1 << self.cluster_m) - 1) << Int16(rank_n * self.cluster_m)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        boxed = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 2)
         for i in cutlass.range(walk.count, unroll=1):
             m, n = self._tile(walk, i)
             for k in cutlass.range(self.k_tiles, unroll=1):
@@ -302,6 +327,10 @@ class HopperGemm:
             for stage in cutlass.range_constexpr(self.stream_stages):
                 fill(self.stream, stage, self._stages(shared), loads, state, matrix, m, n)
                 state.advance()
+            if cutlass.const_expr(self.apart):
+                # By now the warpgroup multiplies, so that its epilogue before is through with the buffer.
+                fill(self.stream, 0, self._boxes(shared), boxes, boxed, matrix, m, n)
+                boxed.advance()
         loads.producer_tail(state)
 
     @cute.jit
@@ -323,7 +352,7 @@ class HopperGemm:
         )
 
     @cute.jit
-    def _consume(self, mma, arguments, shared, loads, staging, walk, thread, stores) -> None:
+    def _consume(self, mma, arguments, shared, loads, staging, boxes, walk, thread, stores) -> None:
         consumer = thread - 128
         group = cute.arch.make_warp_uniform(consumer // 128)
         share = cute.make_layout(self.sharers, stride=128)(group % self.sharers)
@@ -339,12 +368,16 @@ class HopperGemm:
         full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         done = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         staged = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 2)
+        boxed = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 2)
+        unboxed = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 2)
         first, every = Int32(0), 1
         if cutlass.const_expr(self.sharers == 1):
             first, every = group, 2
             full.advance(group * self.steps)
             done.advance(group * self.steps)
             staged.advance(group)
+            boxed.advance(group)
+            unboxed.advance(group)
             if group == 1:
                 self._end_turn(group)
         for i in cutlass.range(first, walk.count, every, unroll=1):
@@ -369,7 +402,11 @@ class HopperGemm:
                     full.advance()
                     done.advance()
             # Behind the loops, which put new states in place of those they were given.
-            stream = self._stream(shared, loads, full, done)
+            stream: Any = None
+            if cutlass.const_expr(self.apart):
+                stream = Stream(self.stream, self._boxes(shared), boxes, boxed, unboxed)
+            elif cutlass.const_expr(self.stream_stages > 0):
+                stream = Stream(self.stream, self._stages(shared), loads, full, done)
             self._end_turn(group)
             if cutlass.const_expr(not self.precise):
                 warpgroup.wait_group(0)
@@ -385,18 +422,12 @@ class HopperGemm:
             if cutlass.const_expr(every > 1):
                 full.advance(self.steps)
                 done.advance(self.steps)
+            if cutlass.const_expr(self.apart):
+                boxed.advance()
+                unboxed.advance()
         tile_state.flush(thread % 32)
         if cutlass.const_expr(len(self.panelled) > 0):
             ring.close()
-
-    def _stream(self, shared: Any, loads: Any, full: Any, done: Any) -> Stream | None:
-        """The tile's boxes of a matrix operand."""
-        if self.stream is None:
-            return None
-        stream = Stream(self.stream, self._stages(shared), loads, full, done)
-        if self.sharers == 1:
-            stream.arrive_wholly()  # before the turn ends, for the reason that there are turns
-        return stream
 
     def _await_turn(self, group: Any) -> None:
         """Warpgroups that have tiles of their own multiply in turn.

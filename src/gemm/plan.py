@@ -33,6 +33,11 @@ PLAN, RUN = "plan(composition, packed)", "run(x, packed, **operands)"
 EPILOGUES = (Policy, Composition, Columns)
 WEIGHTS = (Packed, Quantized, Weight)
 
+REMEMBERED = 256
+"""Sets of tensors, by address and shape, that a plan remembers to have checked."""
+
+UNKNOWN: Any = object()
+
 LARGEST_M = 2**31 - 2**16
 """Rows that 32-bit tile arithmetic can count."""
 
@@ -187,6 +192,7 @@ class Plan:
         self._takes_scale = "weight_scale" in spec.resolved.kinds
         self._clusters: dict[int, int] = {}
         self._seen: WeakSet[Packed] = WeakSet()
+        self._bound: dict[Any, tuple[int, ...] | None] = {}
 
     @property
     def schedule(self) -> Schedule:
@@ -228,6 +234,34 @@ class Plan:
         self, x: torch.Tensor, packed: Packed, operands: dict[str, Any]
     ) -> tuple[int, ...] | None:
         """Check everything and return the kernel's arguments; None where M is 0."""
+        if self._takes_scale and "weight_scale" not in operands:
+            self._add_scale(packed, operands)
+        # The checks are functions of these alone: tensors like those of a call before need no other.
+        try:
+            given = (x, *operands.values())
+            seen = (
+                packed.codes.get_device(),
+                *operands,
+                *[(t.data_ptr(), t.shape, t.stride(), t.dtype, t.get_device()) for t in given],
+            )
+            found = self._bound.get(seen, UNKNOWN)
+        except (AttributeError, RuntimeError, TypeError):
+            return self._bind(x, packed, operands)
+        if found is UNKNOWN or packed not in self._seen:
+            found = self._bind(x, packed, operands)
+            if len(self._bound) >= REMEMBERED:
+                self._bound.clear()
+            self._bound[seen] = found
+        return found
+
+    def _add_scale(self, packed: Any, operands: dict[str, Any]) -> None:
+        """The weight's own scale, where it has one."""
+        if isinstance(packed, Packed) and packed.scale is not None:
+            operands["weight_scale"] = packed.scale
+
+    def _bind(
+        self, x: torch.Tensor, packed: Packed, operands: dict[str, Any]
+    ) -> tuple[int, ...] | None:
         try:
             device = x.get_device()
         except AttributeError:
@@ -240,8 +274,6 @@ class Plan:
             raise _wrong(
                 "packed.codes", packed.codes, f"x's device, {x.device}", "packed.to(x.device)"
             )
-        if self._takes_scale and "weight_scale" not in operands and packed.scale is not None:
-            operands["weight_scale"] = packed.scale
         if len(operands) != len(self._readers):
             self._check_names(operands)
         rows, stride = self._check_x(x)

@@ -26,8 +26,8 @@ DEPTH_BYTES = 128
 BARRIER_BYTES = 16
 """Bytes of a stage's two barriers."""
 
-RESERVED = 1024
-"""Bytes that the runtime keeps and that aligning the buffers may cost."""
+RESERVED = 384
+"""Bytes that aligning the buffers may cost: three begin at multiples of 128."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Problem:
     Attributes:
         columns: N, logical output features. rows: packed rows of B, padding included. depth: K, elements.
         dtype: of A and B. unit: packed rows that must stay in one tile. staged: bytes per tile of operands that are
-            kept in shared memory, for one buffer: (per tile row, per unit).
+            kept in shared memory, for one buffer: (per tile row, per unit). streamed: bytes that a row of a unit has of
+            a matrix operand that comes by TMA. policies: that a column goes through, at most.
         expected_m: rows to tune for; None where unknown.
         accumulate: ``"fast"`` or ``"precise"``; see ``accumulation``.
     """
@@ -50,6 +51,8 @@ class Problem:
     staged: tuple[int, int] = (0, 0)
     expected_m: int | None = None
     accumulate: str = "fast"
+    streamed: int = 0
+    policies: int = 1
 
 
 @dataclass(frozen=True)
@@ -256,12 +259,20 @@ def staged_bytes(schedule: Schedule, problem: Problem) -> int:
     return 2 * (-(-one // 128) * 128)
 
 
+def streamed_bytes(schedule: Schedule, problem: Problem) -> int:
+    """Bytes of both warpgroups' buffers of a streamed operand in ping-pong; otherwise it takes stages."""
+    if not schedule.pingpong:
+        return 0
+    return 2 * schedule.tile_m * (schedule.tile_n // problem.unit) * problem.streamed
+
+
 def shared_memory(schedule: Schedule, problem: Problem) -> int:
     """Bytes of shared memory a CTA needs."""
-    barriers = BARRIER_BYTES * schedule.stages + 32
+    barriers = BARRIER_BYTES * schedule.stages + 64
     return (
         schedule.stages * stage_bytes(schedule)
         + staged_bytes(schedule, problem)
+        + streamed_bytes(schedule, problem)
         + ring_bytes(schedule.slots)
         + barriers
         + RESERVED

@@ -24,6 +24,7 @@ from epicute.gemm.schedule import (
     shared_memory,
     typed,
 )
+from epicute.gemm.stream_plan import streamed_bytes
 from epicute.jit import CompileKey, Target, modules_digest
 
 __all__ = ["GemmKernel", "GemmSpec", "kernel_for"]
@@ -186,9 +187,18 @@ def kernel_for(
     resolved = resolve(composition, n)
     layout = ArgumentLayout.of(resolved, dtypes, alignments)
     order = resolved.order
-    how = accumulation(dtype, k, accumulate)
-    staged = staged_operands(resolved)
-    problem = Problem(n, order.rows, k, dtype, order.unit, staged, expected_m, how)
+    problem = Problem(
+        columns=n,
+        rows=order.rows,
+        depth=k,
+        dtype=dtype,
+        unit=order.unit,
+        staged=staged_operands(resolved),
+        expected_m=expected_m,
+        accumulate=accumulation(dtype, k, accumulate),
+        streamed=streamed_bytes(resolved, layout),
+        policies=max(len(span.steps) for span in resolved.ranges),
+    )
     found = choose(problem, target)
     if schedule is not None:
         schedule.check(problem, target)

@@ -6,7 +6,9 @@ as A is, a few boxes to a stage:
     stages    | A B | A B | … | A B | boxes 0, 1 | boxes 2, 3 | A B of the next tile …
     epilogue                        | unit 0 … 1 | unit 2 … 3 |
 
-so that it is on its way during the multiplication, waits in shared memory, and costs no registers.
+so that it is on its way during the multiplication, waits in shared memory, and costs no registers. In ping-pong each
+warpgroup has a buffer for all boxes of its tile instead: an epilogue that held stages would starve the other's
+multiplication (measured, 8B's o and down in FP8: 10 and 30 % slower).
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from dataclasses import dataclass
 import torch
 
 from epicute.epilogues.operands import Matrix
-from epicute.epilogues.resolve import Resolved
-from epicute.gemm.arguments import VECTOR, ArgumentLayout
+from epicute.epilogues.resolve import Resolved, Step
+from epicute.gemm.arguments import VECTOR, ArgumentLayout, OperandSpec
 from epicute.gemm.schedule import Schedule
 
-__all__ = ["BOX_BYTES", "StreamPlan", "stream_plan"]
+__all__ = ["BOX_BYTES", "StreamPlan", "stream_plan", "streamed_bytes"]
 
 BOX_BYTES = 128
 """Bytes of a box's rows: the width of the swizzle."""
@@ -32,7 +34,8 @@ class StreamPlan:
 
     Attributes:
         name, dtype: of the operand. width: bytes of a unit's columns. units: of a tile.
-        capacity: boxes that a stage holds: one in place of A, the others in place of B.
+        capacity: boxes that a stage holds: one in place of A, the others in place of B. apart: in a buffer beside the
+            pipeline, as one stage.
     """
 
     name: str
@@ -40,6 +43,7 @@ class StreamPlan:
     width: int
     units: int
     capacity: int
+    apart: bool = False
 
     @property
     def size(self) -> int:
@@ -81,10 +85,11 @@ class StreamPlan:
             for first, count in groups
         )
 
-    def held(self, pingpong: bool) -> int:
-        """Stages that must be there at once: those of one unit; in ping-pong all, beside the last of A and B."""
-        if pingpong:
-            return self.stages + 1
+    @property
+    def held(self) -> int:
+        """Stages of the pipeline that must be there at once: those of one unit."""
+        if self.apart:
+            return 0
         reads = [(self.first_unit(s), self.last_unit(s)) for s in range(self.stages)]
         return max(sum(a <= unit <= b for a, b in reads) for unit in range(self.units))
 
@@ -95,31 +100,48 @@ class StreamPlan:
         return stage, within, rest
 
 
-def stream_plan(
-    resolved: Resolved, layout: ArgumentLayout, schedule: Schedule
-) -> StreamPlan | None:
-    """The first matrix operand that can be streamed; None where none can, or none is read.
+def streamed(resolved: Resolved, layout: ArgumentLayout) -> tuple[Step, OperandSpec] | None:
+    """The first matrix operand that may be streamed, and the step that reads it; None without one.
 
-    Its columns must be those of the packed order, in whole boxes for each tile, its rows begin at multiples of 16
-    bytes, what a quad reads at once lie in one box, and the pipeline be deep enough. Others are loaded by the epilogue
-    itself.
+    Its columns must be those of the packed order, and its rows begin at multiples of 16 bytes.
     """
     if len(resolved.ranges) > 1:
         return None
-    units = schedule.tile_n // resolved.order.unit
     for step in resolved.ranges[0].steps:
-        domain = step.domain
-        if step.split or domain.halves or step.first_column:
+        if step.split or step.domain.halves or step.first_column:
             continue
         for local, kind in step.policy.operands.items():
             spec = layout[step.names[local]]
-            size = spec.dtype.itemsize
-            width = domain.unit * size
-            if not isinstance(kind, Matrix) or spec.alignment % VECTOR or width * units % BOX_BYTES:
-                continue
-            groups = [(slot * size, 4 * lanes * size) for slot, lanes in domain.groups]
-            capacity = 1 + schedule.tile_n // schedule.tile_m
-            plan = StreamPlan(spec.name, spec.dtype, width, units, capacity)
-            if plan.holds(groups) and plan.held(schedule.pingpong) <= schedule.stages:
-                return plan
+            if isinstance(kind, Matrix) and spec.alignment % VECTOR == 0:
+                return step, spec
     return None
+
+
+def streamed_bytes(resolved: Resolved, layout: ArgumentLayout) -> int:
+    """Bytes that a row of a unit has of the operand that may be streamed; 0 without one."""
+    found = streamed(resolved, layout)
+    return found[0].domain.unit * found[1].dtype.itemsize if found else 0
+
+
+def stream_plan(
+    resolved: Resolved, layout: ArgumentLayout, schedule: Schedule
+) -> StreamPlan | None:
+    """The plan of the operand that may be streamed; None where none is, or the tiles do not allow it.
+
+    A tile's columns must be whole boxes, what a quad reads at once lie in one box, and the pipeline be deep enough.
+    Others are loaded by the epilogue itself.
+    """
+    found = streamed(resolved, layout)
+    if found is None:
+        return None
+    step, spec = found
+    size = spec.dtype.itemsize
+    units, width = schedule.tile_n // resolved.order.unit, step.domain.unit * size
+    if width * units % BOX_BYTES:
+        return None
+    capacity = 1 + schedule.tile_n // schedule.tile_m
+    if schedule.pingpong:
+        capacity = width * units // BOX_BYTES
+    plan = StreamPlan(spec.name, spec.dtype, width, units, capacity, schedule.pingpong)
+    groups = [(slot * size, 4 * lanes * size) for slot, lanes in step.domain.groups]
+    return plan if plan.holds(groups) and plan.held <= schedule.stages else None

@@ -11,7 +11,7 @@ from epicute.gemm.arguments import ArgumentLayout
 from epicute.gemm.memory import DSL_DTYPES
 from epicute.gemm.stream_plan import BOX_BYTES, StreamPlan
 
-__all__ = ["Stages", "Stream", "fill", "stream_atom"]
+__all__ = ["Boxes", "Stages", "Stream", "fill", "stream_atom"]
 
 
 class Stages(NamedTuple):
@@ -22,11 +22,28 @@ class Stages(NamedTuple):
     a_bytes: int
     b_bytes: int
 
+    @property
+    def box_bytes(self) -> int:
+        """Bytes of a box: those of a stage of A."""
+        return self.a_bytes
+
     def box(self, stage: Any, within: int) -> Any:
-        """Address of a stage's box; a box is as large as a stage of A."""
+        """Address of a stage's box."""
         if within == 0:
             return self.a + stage * self.a_bytes
         return self.b + stage * self.b_bytes + (within - 1) * self.a_bytes
+
+
+class Boxes(NamedTuple):
+    """A buffer beside the pipeline: its address, bytes from stage to stage and of a box."""
+
+    base: Any
+    stage_bytes: int
+    box_bytes: int
+
+    def box(self, stage: Any, within: int) -> Any:
+        """Address of a stage's box."""
+        return self.base + stage * self.stage_bytes + within * self.box_bytes
 
 
 def stream_atom(
@@ -51,7 +68,7 @@ def stream_atom(
 def fill(
     plan: StreamPlan | None,
     stage: int,
-    stages: Stages,
+    stages: Stages | Boxes,
     loads: Any,
     state: Any,
     matrix: tuple[Any, ...],
@@ -65,9 +82,9 @@ def fill(
     loads.sync_object_empty.wait(state.index, state.phase)
     barrier = loads.producer_get_barrier(state)
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, len(boxes) * stages.a_bytes)
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, len(boxes) * stages.box_bytes)
     dtype = DSL_DTYPES[plan.dtype]
-    shape = (stages.a_bytes // BOX_BYTES, BOX_BYTES // plan.size)
+    shape = (stages.box_bytes // BOX_BYTES, BOX_BYTES // plan.size)
     tiles = cute.group_modes(cute.local_tile(tensor, shape, (None, None)), 0, 2)
     for within, box in enumerate(boxes):
         address = stages.box(state.index, within)
@@ -82,7 +99,9 @@ def fill(
 class Stream:
     """The boxes of one tile, as a consumer thread sees them."""
 
-    def __init__(self, plan: StreamPlan, stages: Stages, loads: Any, full: Any, done: Any) -> None:
+    def __init__(
+        self, plan: StreamPlan, stages: Stages | Boxes, loads: Any, full: Any, done: Any
+    ) -> None:
         self.plan, self._stages, self._loads = plan, stages, loads
         self._full, self._done = full, done
         self._index: list[Any] = []
@@ -92,11 +111,6 @@ class Stream:
         for stage in range(len(self._index), self.plan.stages):
             if self.plan.first_unit(stage) == unit:
                 self._await()
-
-    def arrive_wholly(self) -> None:
-        """Wait for every stage."""
-        for _ in range(self.plan.stages):
-            self._await()
 
     def _await(self) -> None:
         self._loads.consumer_wait(self._full)

@@ -16,7 +16,7 @@ def test_everything_by_default() -> None:
     given = parse([])
     assert given.tables == [*TABLES] == ["gemm", "epilogue", "calls", "accuracy"]
     assert options_of(given, "gemm").shapes == ("1B", "8B", "70B", "405B")
-    assert options_of(given, "epilogue").shapes == ("8B", "1B", "70B")
+    assert options_of(given, "epilogue").shapes == ("8B", "1B", "70B", "405B")
     assert {options_of(given, name).M for name in TABLES} == {(2048,)}
     assert not any(options_of(given, name).shards for name in TABLES)
     assert {name: options_of(given, name).shapes for name in ("calls", "accuracy")} == {

@@ -8,6 +8,7 @@ import torch
 from epicute.epilogues import ResidualAdd, Store
 from epicute.errors import ArgumentError
 from epicute.gemm import align_rows
+from epicute.gemm.plan import REMEMBERED
 from tests.gemm.planned import CPU, OUT, QKV, K, Launch, M, N, fake_plan, operands_for, weight
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -113,3 +114,48 @@ def test_align_rows_makes_any_x_fit() -> None:
     assert plan.bind(aligned, packed, given) is not None
     with pytest.raises(ArgumentError, match=r"x: got \(5,\), expected \(M, K\)"):
         align_rows(x[:, 0])
+
+
+def test_what_was_checked_is_remembered(out: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = out.bind()
+    monkeypatch.setattr(out.plan, "_bind", lambda *_: pytest.fail("checked again"))
+    assert out.bind() is first
+    out.operands["residual"] = out.operands["residual"].clone()
+    with pytest.raises(pytest.fail.Exception, match="checked again"):
+        out.bind()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda t: t.t_(),
+        lambda t: t.as_strided_((M, N), (N, 2)),
+        lambda t: t.as_strided_((M, N), (0, 1)),
+        lambda t: t.resize_(M - 1, N),
+        lambda t: t.set_(torch.zeros(M, N, dtype=torch.float32).view(BF16)),
+        lambda t: setattr(t, "data", torch.zeros(M, N, dtype=torch.float32)),
+    ],
+    ids=["t_", "as_strided_", "overlapping", "resize_", "set_", "data"],
+)
+def test_a_remembered_tensor_that_changed_is_checked_again(out: Launch, spoil: object) -> None:
+    out.operands["residual"] = torch.zeros(M, 2 * N, dtype=BF16)[:, :N]
+    out.bind()
+    spoil(out.operands["residual"])  # type: ignore[operator]
+    with pytest.raises(ArgumentError, match="residual: got"):
+        out.bind()
+
+
+def test_the_memory_of_what_was_checked_is_bounded(out: Launch) -> None:
+    for _ in range(2 * REMEMBERED + 3):
+        out.operands["residual"] = torch.zeros(M, N, dtype=BF16)
+        kept = out.operands["residual"]
+        assert out.bind() is not None
+        assert 1 <= len(out.plan._bound) <= REMEMBERED
+        del kept
+
+
+def test_another_weight_is_checked_though_its_tensors_are_known(out: Launch) -> None:
+    out.bind()
+    out.packed = weight(Store(BF16), N, 2 * K)
+    with pytest.raises(ArgumentError, match="packed: got"):
+        out.bind()

@@ -20,8 +20,9 @@ from epicute.epilogues import (
     compose,
 )
 from epicute.epilogues.resolve import resolve
-from epicute.gemm import Schedule
+from epicute.gemm import Schedule, kernel_for
 from epicute.gemm.arguments import ArgumentLayout
+from epicute.gemm.schedule import streamed_bytes
 from epicute.gemm.stream_plan import BOX_BYTES, StreamPlan, stream_plan
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -85,7 +86,7 @@ def test_a_residual_comes_behind_the_k_tiles() -> None:
     tall = plan_of(ResidualAdd() >> Store(BF16), 4096, Schedule(256, 128))
     assert (tall.boxes, tall.capacity) == (2, 1)
     small = plan_of(ResidualAdd() >> Store(BF16), 4096, Schedule(64, 256, pingpong=True))
-    assert (small.boxes, small.capacity, small.stages) == (4, 5, 1)
+    assert (small.boxes, small.stages, small.apart) == (4, 1, True)
 
 
 def test_behind_a_pair_it_has_the_pairs_columns() -> None:
@@ -162,12 +163,23 @@ def test_a_quad_reads_within_one_box(head_dim: int, rotary_dim: int, dtype: torc
 
 
 def test_an_operand_waits_for_no_stage_that_is_not_there() -> None:
-    """In ping-pong all of its stages stand beside the last of A and B."""
-    chain = ResidualAdd() >> Store(BF16)
     layout = {"dtypes": {"residual": FP32}}
-    deep, flat = (Schedule(64, 256, 1, stages, pingpong=True) for stages in (3, 2))
-    assert plan_of(chain, 4096, deep, **layout).stages == 2
-    assert maybe(chain, 4096, flat, **layout) is None
     wide = HeadNorm(256) >> ResidualAdd() >> Store(BF16)
-    assert plan_of(wide, 4096, Schedule(stages=3), **layout).held(False) == 3
+    assert plan_of(wide, 4096, Schedule(stages=3), **layout).held == 3
     assert maybe(wide, 4096, Schedule(stages=2), **layout) is None
+    beside = Schedule(64, 256, stages=2, pingpong=True)
+    assert plan_of(wide, 4096, beside, **layout).held == 0
+
+
+@given(st.integers(1, 64), st.sampled_from((64, 128)), st.sampled_from((BF16, FP32)))
+def test_in_ping_pong_the_memory_holds_a_whole_tile_for_each(
+    units: int, tile_m: int, dtype: torch.dtype
+) -> None:
+    chain, layout = ResidualAdd() >> Store(BF16), {"dtypes": {"residual": dtype}}
+    schedule = Schedule(tile_m, min(32 * units, 16384 // tile_m), stages=2, pingpong=True)
+    kernel = kernel_for(chain, n=4096, k=4096, **layout)
+    plan = maybe(chain, 4096, schedule, **layout)
+    reserved = streamed_bytes(schedule, kernel.spec.problem)
+    assert reserved == 2 * tile_m * schedule.tile_n * dtype.itemsize
+    if plan is not None:
+        assert reserved == 2 * plan.boxes * tile_m * BOX_BYTES
