@@ -100,8 +100,9 @@ class Stream:
     """The boxes of one tile, as a consumer thread sees them."""
 
     def __init__(
-        self, plan: StreamPlan, stages: Stages | Boxes, loads: Any, full: Any, done: Any
+        self, plan: StreamPlan | None, stages: Stages | Boxes, loads: Any, full: Any, done: Any
     ) -> None:
+        assert plan is not None
         self.plan, self._stages, self._loads = plan, stages, loads
         self._full, self._done = full, done
         self._index: list[Any] = []

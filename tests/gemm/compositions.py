@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,21 +62,34 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 STYLES = ("half", "partial", "interleaved", "interleaved-partial")
 CELLS = {"none": None, "bf16": BF16, "fp16": FP16, "fp8": FP8}
 
-Tile = tuple[int, int, int, int, bool]
+
+class Tile(NamedTuple):
+    """A schedule but for its stages, of which as many are taken as fit.
+
+    ``cluster_n``: where the tiles along N are even in number; 1 elsewhere.
+    """
+
+    tile_m: int
+    tile_n: int
+    cluster_m: int
+    slots: int = 0
+    pingpong: bool = False
+    cluster_n: int = 1
+
 
 SCHEDULES: dict[str, Tile | None] = {
     "chosen": None,
-    "128x256c1": (128, 256, 1, 0, False),
-    "128x192c2r4": (128, 192, 2, 4, False),
-    "128x160c1": (128, 160, 1, 0, False),
-    "128x128c2r2": (128, 128, 2, 2, False),
-    "128x64c1": (128, 64, 1, 0, False),
-    "256x128c2": (256, 128, 2, 0, False),
-    "64x256c2pp": (64, 256, 2, 0, True),
-    "64x192c1r2pp": (64, 192, 1, 2, True),
-    "128x128c2pp": (128, 128, 2, 0, True),
+    "128x256c1": Tile(128, 256, 1),
+    "128x192c2r4": Tile(128, 192, 2, 4, False),
+    "128x160c1": Tile(128, 160, 1, 0, False),
+    "128x128c2r2": Tile(128, 128, 2, 2, False),
+    "128x64c1": Tile(128, 64, 1, 0, False),
+    "256x128c2": Tile(256, 128, 2, 0, False),
+    "64x256c2pp": Tile(64, 256, 2, 0, True),
+    "64x192c1r2pp": Tile(64, 192, 1, 2, True),
+    "128x128c2pp": Tile(128, 128, 2, 0, True),
+    "128x128n2pp": Tile(128, 128, 1, 0, True, 2),
 }
-"""Tile, cluster along M, slots of the output ring, ping-pong; the deepest pipeline that fits."""
 
 Chain = Policy | Composition
 Build = Callable[[int, int], Chain]
@@ -124,9 +137,9 @@ class Skeleton:
         if tile is None:
             return True
         precise = MODES[mode] == (FP8, None)
-        tall = tile[0] > (64 if tile[4] else 128)
-        refused = (tall and (precise or self.unit > 64)) or (tile[4] and self.unit > 128)
-        return tile[1] % self.unit == 0 and not refused
+        tall = tile.tile_m > (64 if tile.pingpong else 128)
+        refused = (tall and (precise or self.unit > 64)) or (tile.pingpong and self.unit > 128)
+        return tile.tile_n % self.unit == 0 and not refused
 
     def case(self, mode: str, width: int, k: int, schedule: str = "chosen") -> Case:
         """One kernel; ``mode`` of ``MODES``."""
@@ -175,19 +188,26 @@ class Case:
         chosen = kernel_for(self.composition, **options)
         if self.tile is None:
             return chosen
-        schedule = deepest(chosen.spec.problem, *self.tile)
+        schedule = deepest(chosen.spec.problem, self.tile)
         return kernel_for(self.composition, **options, schedule=schedule)
 
     def __str__(self) -> str:
         return self.name
 
 
-def deepest(
-    problem: Problem, tile_m: int, tile_n: int, cluster: int, slots: int, pingpong: bool = False
-) -> Schedule:
+def deepest(problem: Problem, tile: Tile) -> Schedule:
     """The tile with as many stages as fit, six at most."""
+    cluster_n = tile.cluster_n if -(-problem.rows // tile.tile_n) % 2 == 0 else 1
     for stages in (6, 5, 4, 3, 2):
-        schedule = Schedule(tile_m, tile_n, cluster, stages, slots, pingpong=pingpong)
+        schedule = Schedule(
+            tile.tile_m,
+            tile.tile_n,
+            tile.cluster_m,
+            stages,
+            tile.slots,
+            cluster_n,
+            tile.pingpong,
+        )
         if shared_memory(schedule, problem) <= DEFAULT_TARGET.smem_per_block:
             break
     return schedule

@@ -33,7 +33,10 @@ def traits(case: Case) -> set[object]:
     chains = [policies for _, _, policies in case.composition.branches()]
     policies = {(p.title, getattr(p, "dtype", None)) for chain in chains for p in chain}
     ragged = case.n % 8 != 0, case.n % 32 != 0
-    return {*policies, case.dtype, case.tile, ragged, len(chains)}
+    # A residual comes another way where warpgroups take turns.
+    turns = case.tile is not None and case.tile.pingpong
+    read = {(turns, p.title) for chain in chains for p in chain if "residual" in p.operands}
+    return {*policies, *read, case.dtype, case.tile, ragged, len(chains)}
 
 
 def chosen(cases: Iterable[Case]) -> list[Case]:

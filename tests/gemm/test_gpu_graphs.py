@@ -14,7 +14,7 @@ from epicute.epilogues import Dequantize, EmitFP8, Gain, ResidualAdd, Store
 from epicute.errors import CompileError
 from epicute.jit import forget
 from epicute.testing import assert_equal_bits
-from tests.gemm.compositions import FP8, SKELETONS, Case, projection
+from tests.gemm.compositions import FP8, SKELETONS, Case, Tile, projection
 from tests.gemm.device import DEVICE, POISON, Output, bits, integers
 from tests.gemm.jobs import PAGE_SIZE, ROWS, Job, pack, plan_of
 
@@ -31,7 +31,7 @@ PLAIN = SKELETONS["store.bf16"].case("bf16", 200, 576)
 LAYERS = [QKV, GATE_UP, DOWN, CELLS8]
 SQUARE = [
     Case("chain-bf16", ResidualAdd() >> Gain() >> Store(torch.bfloat16), 576, 576, torch.bfloat16),
-    Case("chain-pp", Store(torch.bfloat16), 576, 576, torch.bfloat16, (64, 192, 1, 2, True)),
+    Case("chain-pp", Store(torch.bfloat16), 576, 576, torch.bfloat16, Tile(64, 192, 1, 2, True)),
     Case("chain-fp8", Dequantize() >> EmitFP8(), 576, 576, FP8),
 ]
 """From K to K columns, so that one launch reads what the last has written."""

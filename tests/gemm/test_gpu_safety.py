@@ -16,7 +16,7 @@ from epicute.epilogues import EmitFP8, ResidualAdd, Store, SumSquares, compose
 from epicute.errors import ArgumentError
 from epicute.testing import assert_equal_bits
 from tests.gemm import processes
-from tests.gemm.compositions import BF16, FP8, FP32, SKELETONS, Case, projection
+from tests.gemm.compositions import BF16, FP8, FP32, SKELETONS, Case, Tile, projection
 from tests.gemm.device import DEVICE, Output, bits, embed, integers, synchronize
 from tests.gemm.jobs import Job, pack, plan_of, weight_of
 from tests.gemm.processes import run_in_turn
@@ -30,10 +30,12 @@ NARROW = Case("ge16-odd", ADD, 100, 576, BF16, exact=True)
 LOOSE = Case(
     "ge16-loose", ADD, 192, 576, BF16, exact=True, alignments=(("out", 2), ("residual", 2))
 )
-RING = replace(STRIDED, name="ge16-ring", tile=(128, 192, 2, 4, False))
+RING = replace(STRIDED, name="ge16-ring", tile=Tile(128, 192, 2, 4))
 LARGE = Case("ge18", ResidualAdd() >> SumSquares() >> Store(BF16), 8192, 64, BF16)
+TURNS = replace(LARGE, name="ge18-pingpong", tile=Tile(64, 256, 2, 0, True))
+SHARES = replace(LARGE, name="ge18-pingpong-n2", tile=Tile(128, 128, 1, 0, True, 2))
 LARGER = Case("ge18-fp8", compose(EmitFP8()), 8192, 64, BF16)
-LARGEST = replace(LARGER, name="ge18-ring", tile=(128, 256, 2, 4, False))
+LARGEST = replace(LARGER, name="ge18-ring", tile=Tile(128, 256, 2, 4))
 TALL = Case("kv16", compose(Store(BF16)), 8, 8, BF16)
 STABLE = [
     projection("qkv", "SmolLM2", "fp8"),
@@ -42,7 +44,20 @@ STABLE = [
     SKELETONS["qkv.128.half.norm.fp8"].case("bf16", 24, 576),
 ]
 SHARED = [SKELETONS[name].case("fp8", 200, 576) for name in ("store.emit", "scales.bias")]
-CASES = [STRIDED, RING, NARROW, LOOSE, LARGE, LARGER, LARGEST, TALL, *STABLE, *SHARED]
+CASES = [
+    STRIDED,
+    RING,
+    NARROW,
+    LOOSE,
+    LARGE,
+    TURNS,
+    SHARES,
+    LARGER,
+    LARGEST,
+    TALL,
+    *STABLE,
+    *SHARED,
+]
 DEVICES = range(max(1, torch.cuda.device_count()))
 
 
@@ -136,11 +151,12 @@ def test_linear_pads_allocates_and_keeps_leading_axes() -> None:
 # --- offsets past 32 bits ---
 
 
-def test_ge_18_more_than_2_to_the_31_elements() -> None:
+@pytest.mark.parametrize("case", [LARGE, TURNS, SHARES], ids=str)
+def test_ge_18_more_than_2_to_the_31_elements(case: Case) -> None:
     """x, residual and output of 262145 rows 8192 apart: 2^31 elements and 4 GiB each."""
     rows = 262145
     memory = torch.empty(rows, 8192, dtype=BF16, device=DEVICE)
-    job = Job(LARGE, 1)
+    job = Job(case, 1)
     job.x = memory[:, 128:192].copy_(integers(rows, 64, dtype=BF16, seed=18, most=2))
     residual = memory.new_empty(rows, 8192)
     for some in residual.split(65536):

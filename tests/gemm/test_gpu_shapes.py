@@ -22,6 +22,7 @@ from tests.gemm.compositions import (
     SCHEDULES,
     SKELETONS,
     Case,
+    Tile,
     projection,
 )
 from tests.gemm.device import DEVICE, embed, embed_rows, normal
@@ -84,7 +85,7 @@ TAILS = [
     Case(f"ge03-{n}", Dequantize("row") >> Store(BF16), n, k, FP8, exact=True)
     for n, k in ((2048, 2048), (1536, 4096), (1544, 4096))
 ]
-ALONE = replace(PUBLISHED["1B.o-fp8"], name="1B.o-fp8-alone", tile=(128, 256, 1, 0, False))
+ALONE = replace(PUBLISHED["1B.o-fp8"], name="1B.o-fp8-alone", tile=Tile(128, 256, 1, 0, False))
 CASES = [
     ALONE,
     *PUBLISHED.values(),
