@@ -11,7 +11,6 @@ which may be the chosen one. ``tried`` of ``legal`` schedules were timed.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -32,7 +31,7 @@ from benchmarks.table import Row, Table, geometric_mean, label
 from benchmarks.timing import Run, Timer
 from epicute.epilogues import Composition
 from epicute.gemm import GemmKernel, Schedule
-from epicute.gemm.choice import SMS, schedules
+from epicute.gemm.choice import SMS, ranked, schedules
 from epicute.gemm.model import clocks
 from epicute.weights import Packed
 
@@ -44,9 +43,6 @@ PROTOCOL = (
     "; candidates: the schedule that choose gives and the {tries} legal ones of least clocks by "
     "epicute.gemm.model, three at most of those that differ in width alone; best: the fastest of them"
 )
-
-WIDTHS = 3
-"""Candidates that differ in the width of the tile alone: neighbours take about as long."""
 
 BEHIND = 1.03
 """Chosen over best beyond which the summary names a case."""
@@ -95,17 +91,10 @@ class Search:
     @property
     def candidates(self) -> dict[str, Schedule]:
         """The schedules to time by name, the chosen one first."""
-        wanted = [self.chosen, *islice(self._distinct(), self.layer.options.tries)]
+        problem, target = self.kernel.spec.problem, self.kernel.target
+        found = ranked(problem, target, self.layer.M)
+        wanted = [self.chosen, *islice(found, self.layer.options.tries)]
         return {str(schedule): schedule for schedule in wanted}
-
-    def _distinct(self) -> Iterator[Schedule]:
-        """The legal schedules without the fourth and later of those that differ in width alone."""
-        seen: Counter[Schedule] = Counter()
-        for schedule in self.legal:
-            family = replace(schedule, tile_n=8, stages=2)
-            seen[family] += 1
-            if seen[family] <= WIDTHS:
-                yield schedule
 
     def kernels(self) -> Iterator[GemmKernel]:
         """One per candidate."""

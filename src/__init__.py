@@ -11,7 +11,16 @@ from importlib.metadata import PackageNotFoundError, version
 from epicute.epilogues import *  # noqa: F403
 from epicute.epilogues import __all__ as _policies
 from epicute.errors import EpicuteError
-from epicute.gemm import Plan, Schedule, align_rows, explain, kernel_for, linear, plan
+from epicute.gemm import (
+    Plan,
+    Schedule,
+    align_rows,
+    autotune,
+    explain,
+    kernel_for,
+    linear,
+    plan,
+)
 from epicute.jit import Target
 from epicute.weights import Packed, Quantized, Weight
 
@@ -30,6 +39,7 @@ __all__ = [
     "Target",
     "Weight",
     "align_rows",
+    "autotune",
     "explain",
     "kernel_for",
     "linear",

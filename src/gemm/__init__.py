@@ -6,6 +6,7 @@ from epicute.gemm.linear import linear
 from epicute.gemm.plan import Plan, align_rows, plan
 from epicute.gemm.schedule import Problem, Schedule, accumulation, shared_memory
 from epicute.gemm.spec import GemmKernel, GemmSpec, kernel_for
+from epicute.gemm.tune import autotune
 
 __all__ = [
     "GemmKernel",
@@ -15,6 +16,7 @@ __all__ = [
     "Schedule",
     "accumulation",
     "align_rows",
+    "autotune",
     "choose",
     "explain",
     "kernel_for",

@@ -6,6 +6,7 @@ bytes. Where it is known, the legal schedule of least ``clocks``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -16,7 +17,7 @@ from epicute.gemm.model import clocks
 from epicute.gemm.schedule import Problem, Schedule, shared_memory, staged_bytes
 from epicute.jit import Target
 
-__all__ = ["choose", "narrower", "schedules"]
+__all__ = ["WIDTHS", "choose", "narrower", "ranked", "schedules"]
 
 SMS = 132
 """Of an H100 or H200 with SXM; nothing is asked of the machine that compiles."""
@@ -29,6 +30,10 @@ SHAPES = ((128, False), (256, False), (64, True), (128, True))
 
 CLUSTERS = ((1, 2), (2, 1), (1, 1))
 """In this order where clocks are equal: 128x128 in ping-pong was up to 3 % faster with 1x2 than with 2x1."""
+
+
+WIDTHS = 3
+"""Schedules worth timing that differ in the width of the tile alone: neighbours take about as long."""
 
 
 @lru_cache(maxsize=4096)
@@ -91,6 +96,16 @@ def schedules(problem: Problem, target: Target) -> Iterator[Schedule]:
                 except ArgumentError:
                     continue
                 yield found
+
+
+def ranked(problem: Problem, target: Target, rows: int) -> Iterator[Schedule]:
+    """The legal schedules of least clocks for ``rows`` rows; of those that differ in width alone, ``WIDTHS``."""
+    seen: Counter[Schedule] = Counter()
+    for schedule in sorted(schedules(problem, target), key=lambda s: clocks(s, problem, rows, SMS)):
+        family = replace(schedule, tile_n=8, stages=2)
+        seen[family] += 1
+        if seen[family] <= WIDTHS:
+            yield schedule
 
 
 def _deepest(schedule: Schedule, problem: Problem, target: Target) -> Schedule:

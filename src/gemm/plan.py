@@ -6,20 +6,19 @@ captured in a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
 from epicute.epilogues.composition import Columns, Composition, check_operands, compose
-from epicute.epilogues.operands import Cells
 from epicute.epilogues.policy import Policy
 from epicute.epilogues.resolve import Resolved, resolve
 from epicute.errors import ArgumentError, UnsupportedError, require
-from epicute.gemm.arguments import OperandSpec
 from epicute.gemm.explain import describe
 from epicute.gemm.fitting import compile_fitting
+from epicute.gemm.readers import reader, wrong
 from epicute.gemm.schedule import Schedule
 from epicute.gemm.spec import GemmKernel, kernel_for
 from epicute.jit import ObjectCache, Report, Target, compile
@@ -109,7 +108,7 @@ def check_x(x: Any, call: str) -> None:
     """Refuse an x that is no tensor; ``call`` shows the order of the arguments."""
     if not isinstance(x, torch.Tensor):
         elsewhere = isinstance(x, (*WEIGHTS, *EPILOGUES))
-        raise _wrong("x", x, "a tensor", f"call {call}" if elsewhere else "make a tensor of it")
+        raise wrong("x", x, "a tensor", f"call {call}" if elsewhere else "make a tensor of it")
 
 
 def check_packed(packed: Any, epilogue: str, call: str) -> None:
@@ -125,7 +124,7 @@ def check_packed(packed: Any, epilogue: str, call: str) -> None:
         fix = f"Weight(w).quantize(…).{_pack(packed, epilogue)}"
     elif isinstance(packed, EPILOGUES):
         fix = f"call {call}"
-    raise _wrong("packed", packed, "a Packed weight", fix)
+    raise wrong("packed", packed, "a Packed weight", fix)
 
 
 def _pack(matrix: torch.Tensor, epilogue: str) -> str:
@@ -141,7 +140,7 @@ def check_composition(name: str, given: Any, call: str) -> None:
         fix = f"call {call}"
     elif callable(given) and hasattr(given, "__name__"):
         fix = f"call it: {given.__name__}(…)"
-    raise _wrong(name, given, "a policy or a composition", fix)
+    raise wrong(name, given, "a policy or a composition", fix)
 
 
 def check_pair(name: str, resolved: Resolved, packed: Packed) -> None:
@@ -175,7 +174,7 @@ class Plan:
         self._n_tiles = -(-spec.problem.rows // spec.schedule.tile_n) // spec.schedule.cluster_n
         self._itemsize = spec.problem.dtype.itemsize
         self._row_bytes = spec.problem.depth * self._itemsize
-        self._readers = [(s.name, _reader(s)) for s in spec.layout.operands]
+        self._readers = [(s.name, reader(s)) for s in spec.layout.operands]
         matrices = [s for s in spec.layout.operands if s.fields == ("address", "row_stride")]
         widths = {s.name: int(s.shape[1]) * s.dtype.itemsize for s in matrices}
         written = [s for s in spec.layout.operands if s.kind.written]
@@ -271,7 +270,7 @@ class Plan:
         if not isinstance(packed, Packed) or packed not in self._seen:
             self._check_packed(packed)
         if packed.codes.get_device() != device:
-            raise _wrong(
+            raise wrong(
                 "packed.codes", packed.codes, f"x's device, {x.device}", "packed.to(x.device)"
             )
         if len(operands) != len(self._readers):
@@ -284,7 +283,7 @@ class Plan:
             for name, read in self._readers:
                 given = operands[name]
                 if given.get_device() != device:
-                    raise _wrong(name, given, f"x's device, {x.device}", f"{name}.to(x.device)")
+                    raise wrong(name, given, f"x's device, {x.device}", f"{name}.to(x.device)")
                 read(given, rows, found)
         except (AttributeError, KeyError):
             self._check_names(operands)
@@ -357,7 +356,7 @@ class Plan:
     def _check_tensors(self, x: torch.Tensor, operands: Mapping[str, Any]) -> None:
         for name, _ in self._readers:
             if not isinstance(operands[name], torch.Tensor):
-                raise _wrong(
+                raise wrong(
                     name, operands[name], f"a tensor on {x.device}", "make a tensor of it once"
                 )
 
@@ -366,17 +365,17 @@ class Plan:
         problem = self._problem
         shape = x.shape
         if x.dtype is not problem.dtype or len(shape) != 2 or shape[1] != problem.depth:
-            raise _wrong("x", x, f"(M, {problem.depth}) {problem.dtype}", "reshape or convert it")
+            raise wrong("x", x, f"(M, {problem.depth}) {problem.dtype}", "reshape or convert it")
         rows = shape[0]
         if rows > LARGEST_M:
-            raise _wrong("x", x, f"at most {LARGEST_M} rows", "split the batch")
+            raise wrong("x", x, f"at most {LARGEST_M} rows", "split the batch")
         pitch, step = x.stride()
         stride = pitch * self._itemsize
         if rows <= 1:
             stride = -(-self._row_bytes // 16) * 16
         adjacent = step == 1 or problem.depth == 1 or rows == 0
         if not adjacent or stride % 16 or x.data_ptr() % 16 or (rows > 1 and pitch < problem.depth):
-            raise _wrong(
+            raise wrong(
                 "x",
                 x,
                 "rows of adjacent elements that start at multiples of 16 bytes",
@@ -388,9 +387,6 @@ class Plan:
         return describe(self.kernel, self.report)
 
 
-Reader = Callable[[torch.Tensor, int, list[int]], None]
-
-
 def _share(one: tuple[int, int, int], two: tuple[int, int, int], rows: int) -> bool:
     """Whether matrices of (address, row stride, row width), in bytes, share any; columns of one buffer need not."""
     (a, a_step, a_width), (b, b_step, b_width) = one, two
@@ -400,96 +396,7 @@ def _share(one: tuple[int, int, int], two: tuple[int, int, int], rows: int) -> b
 
 
 def _overlapping(name: str, given: torch.Tensor, other: str = "x") -> ArgumentError:
-    return _wrong(name, given, f"memory apart from {other}", f"allocate it apart from {other}")
-
-
-def _wrong(name: str, given: Any, expected: str, fix: str) -> ArgumentError:
-    got = "None" if given is None else type(given).__name__
-    if isinstance(given, torch.Tensor):
-        got = f"{tuple(given.shape)} {given.dtype}, strides {given.stride()}, on {given.device}"
-    return ArgumentError(f"{name}: got {got}, expected {expected}. Fix: {fix}")
-
-
-def _reader(spec: OperandSpec) -> Reader:
-    """A function that checks one operand and appends its fields."""
-    if isinstance(spec.kind, Cells):
-        return _cells_reader(spec)
-    if "row_stride" in spec.fields:
-        return _matrix_reader(spec)
-    return _vector_reader(spec)
-
-
-def _vector_reader(spec: OperandSpec) -> Reader:
-    name, dtype = spec.name, spec.dtype
-    length = None if spec.shape[0] == "M" else int(spec.shape[0])
-
-    def read(given: torch.Tensor, rows: int, found: list[int]) -> None:
-        wanted = rows if length is None else length
-        if given.dtype is not dtype or given.shape != (wanted,):
-            if given.dtype is not dtype or wanted != 1 or given.dim() != 0:
-                raise _wrong(name, given, f"({wanted},) {dtype}", _dtype_fix(name, given, dtype))
-        elif wanted > 1 and not given.is_contiguous():
-            raise _wrong(name, given, "adjacent elements", f"{name}.contiguous()")
-        found.append(given.data_ptr())
-
-    return read
-
-
-def _dtype_fix(name: str, given: Any, dtype: torch.dtype) -> str:
-    if isinstance(given, torch.Tensor) and given.dtype != dtype:
-        return f"plan with dtypes={{{name!r}: {given.dtype}}}, or convert it"
-    return "pass it with that shape"
-
-
-def _matrix_reader(spec: OperandSpec) -> Reader:
-    name, dtype, width = spec.name, spec.dtype, int(spec.shape[1])
-    size, alignment = dtype.itemsize, spec.alignment
-
-    def read(given: torch.Tensor, rows: int, found: list[int]) -> None:
-        if given.dtype is not dtype or given.shape != (rows, width):
-            raise _wrong(name, given, f"({rows}, {width}) {dtype}", _dtype_fix(name, given, dtype))
-        pitch, step = given.stride()
-        if (step != 1 and width != 1 and rows) or (rows > 1 and pitch < width):
-            raise _wrong(name, given, "adjacent elements in rows apart", f"{name}.contiguous()")
-        address, stride = given.data_ptr(), pitch * size
-        if rows and (address % alignment or (rows > 1 and stride % alignment)):
-            fix = f"plan with alignments={{{name!r}: {size}}}"
-            raise _wrong(name, given, f"rows at multiples of {alignment} bytes", fix)
-        if rows == 1:  # its stride says nothing, and tensor maps want multiples of 16
-            stride = -(-width * size // 16) * 16
-        found += (address, stride)
-
-    return read
-
-
-def _cells_reader(spec: OperandSpec) -> Reader:
-    name, dtype, (_, _, heads, dim) = spec.name, spec.dtype, spec.shape
-    size, mask = dtype.itemsize, spec.alignment - 1
-
-    def read(given: torch.Tensor, rows: int, found: list[int]) -> None:
-        shape = given.shape
-        if given.dtype is not dtype or len(shape) != 4 or shape[2] != heads or shape[3] != dim:
-            wanted = f"(pages, page_size, {heads}, {dim}) {dtype}"
-            raise _wrong(name, given, wanted, "view the cache so; see epicute.kv.KVPool")
-        page, token, head, channel = given.stride()
-        if channel != 1:
-            raise _wrong(name, given, "adjacent channels", "keep head_dim innermost")
-        if (
-            (page == 0 and shape[0] > 1)
-            or (token == 0 and shape[1] > 1)
-            or (head == 0 and heads > 1)
-        ):
-            raise _wrong(name, given, "cells apart from each other", f"{name}.contiguous()")
-        address, page, token, head = given.data_ptr(), page * size, token * size, head * size
-        if (address | page | token | head) & mask:
-            fix = f"plan with alignments={{{name!r}: {size}}}"
-            raise _wrong(name, given, f"cells at multiples of {mask + 1} bytes", fix)
-        page_size = shape[1]
-        if shape[0] * page_size >= 2**31:
-            raise _wrong(name, given, "fewer than 2**31 slots", "split the pool")
-        found += (address, page, token, head, page_size, shape[0] * page_size)
-
-    return read
+    return wrong(name, given, f"memory apart from {other}", f"allocate it apart from {other}")
 
 
 def align_rows(x: torch.Tensor) -> torch.Tensor:

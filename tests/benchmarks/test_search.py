@@ -18,10 +18,10 @@ from benchmarks.data import Layer, layers
 from benchmarks.harness import LAYERS, SHARDS, Options, Session
 from benchmarks.power import Reading
 from benchmarks.provenance import Provenance
-from benchmarks.search import WIDTHS, Search, cases, kernels, measure, summary
+from benchmarks.search import Search, cases, kernels, measure, summary
 from benchmarks.table import Row, Table, validate
 from benchmarks.timing import Run, Sample, Slice, Timer
-from epicute.gemm.choice import SMS, schedules
+from epicute.gemm.choice import SMS, WIDTHS, schedules
 from epicute.gemm.model import clocks
 
 MakeLayer = Callable[[str], Layer]

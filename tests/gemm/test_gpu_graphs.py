@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ import torch
 import epicute
 from epicute.epilogues import Dequantize, EmitFP8, Gain, ResidualAdd, Store
 from epicute.errors import CompileError
-from epicute.jit import forget
+from epicute.gemm import autotune
+from epicute.jit import ObjectCache, forget
 from epicute.testing import assert_equal_bits
 from tests.gemm.compositions import FP8, SKELETONS, Case, Tile, projection
 from tests.gemm.device import DEVICE, POISON, Output, bits, integers
@@ -372,3 +374,17 @@ def test_ten_thousand_launches_give_the_same_bits(case: Case) -> None:
             for name, value in wanted.items():
                 differ += (bits(job.outputs[name].tensor) != bits(value)).sum()
     assert int(differ) == 0
+
+
+def test_the_tuned_plan_has_the_same_results(tmp_path: Path) -> None:
+    job = Job(DOWN, 300)
+    cache = ObjectCache(tmp_path / "cache")
+    before = {name: output.tensor.clone() for name, output in job.outputs.items()}
+    given = {**job.operands, **{name: output.tensor for name, output in job.outputs.items()}}
+    found = autotune(job.plan, job.x, job.packed, given, tries=4, cache=cache)
+    for name, output in job.outputs.items():
+        assert torch.equal(bits(output.tensor), bits(before[name])), name
+    again = autotune(job.plan, job.x, job.packed, given, tries=4, cache=cache)
+    assert again.schedule == found.schedule
+    job.plan = found
+    job.check()

@@ -27,6 +27,7 @@ from epicute.epilogues.resolve import resolve
 from epicute.errors import ArgumentError, CompileError, UnsupportedError
 from epicute.gemm import Plan
 from epicute.gemm.arguments import ArgumentLayout
+from epicute.gemm.readers import reader
 from epicute.weights import Weight
 from tests.gemm.planned import OUT, QKV, K, Launch, M, N, fake_plan, weight
 
@@ -376,7 +377,6 @@ def test_a_plan_prints_what_it_is() -> None:
 
 def test_expanded_cells_are_refused() -> None:
     """Two tokens in one place would race."""
-    reader = importlib.import_module("epicute.gemm.plan")._reader
     composition = PlaceKV(64) >> Store(torch.bfloat16)
     spec = ArgumentLayout.of(resolve(composition, 64))["cells"]
     cells = torch.zeros(4, 1, 1, 64, dtype=torch.bfloat16).expand(4, 16, 1, 64)
