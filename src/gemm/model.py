@@ -6,10 +6,11 @@ A pipeline stage, 128 bytes of K of a tile, takes as long as the slowest of thre
     shared memory   TMA's writes at 128 bytes a clock, and WGMMA's reads (A and B again for each 64 rows) at 192
     L2              the CTA's own loads, at 64 bytes a clock
 
-and a projection as many turns as its tiles need on the clusters that run at once. Ping-pong hides the epilogues of all
-turns but the last. The board runs at its power limit, so nothing hidden is free: a part of a hidden epilogue counts,
-and so does every byte from L2. The constants are fitted to times of 8B and 70B at M = 2048 on an H200, in BF16 and FP8,
-plain and with whole epilogues; what they cannot tell apart is within 3 %.
+and a projection as many turns as its tiles need on the clusters that run at once. Large products run at the board's
+power limit, where a byte from L2 costs time although its way is free, and an epilogue costs as much beside another
+warpgroup's products as alone: ping-pong gains nothing there. The constants are fitted to times of 8B, 70B and 405B at
+M = 2048 on an H200, in BF16 and FP8, under the protocol of the published tables. Slices too short for the power
+controller say otherwise: in them ping-pong wins.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from epicute.gemm.schedule import DEPTH_BYTES, Problem, Schedule
 __all__ = ["clocks"]
 
 WRITTEN_BYTES, READ_BYTES = 128, 192
-"""Bytes a clock of an SM. They fit ping-pong, whose tiles took, beside those of 128x256: 128x128 1.00 of the time,
-64x256 1.03, 64x224 1.07, 128x96 1.15, 64x128 1.25."""
+"""Bytes a clock of an SM. They fit ping-pong, whose tiles took, beside 128x128: 64x256 1.03 of the time, 64x224 1.07,
+128x96 1.15, 64x128 1.25."""
 
 L2_BYTES = 64
 DRAM_BYTES = 2500
@@ -30,11 +31,9 @@ EPILOGUE = 5.0
 """Clocks per column of a tile and policy, between the last product and the next tile's first: 1200 for 256 columns of
 Store, 2300 of Dequantize and Store, 5000 to 8000 of whole projections."""
 
-HIDDEN = 0.25
-"""Share of an epilogue that it costs beside another warpgroup's products."""
-
-ENERGY = 0.0004
-"""Slowdown for each byte a clock that an SM loads from L2."""
+ENERGY = 0.003
+"""Slowdown for each byte a clock that an SM loads from L2: 2 to 4 % for 128x256 with 1x2 instead of 2x1 (8 bytes), 5 to
+7 % for 64x256 and 128x128 in ping-pong (16 bytes)."""
 
 TALL = 4.0
 """Factor of an epilogue of more than two policies where a warpgroup has 128 rows: its stores cannot wait for all rows,
@@ -66,16 +65,9 @@ def clocks(schedule: Schedule, problem: Problem, rows: int, sms: int) -> float:
     epilogue = EPILOGUE * problem.policies * tile_n * schedule.blocks
     if schedule.blocks > 1 and problem.policies > 2:
         epilogue *= TALL
-    total = START + turns * depth * stage + _exposed(schedule, problem, turns) * epilogue
+    each = -(-turns * schedule.sharers // 2)  # of a warpgroup
+    total = START + turns * depth * stage + each * epilogue
     total *= 1 + ENERGY * loaded / stage
     read_once = (rows + problem.rows) * problem.depth * problem.dtype.itemsize
     stored = rows * problem.columns * 2
     return max(total, START + (read_once + stored) / DRAM_BYTES)
-
-
-def _exposed(schedule: Schedule, problem: Problem, turns: int) -> float:
-    """Epilogues that count. A streamed operand in ping-pong was seen to cost what hiding gains."""
-    if not schedule.pingpong:
-        return turns
-    each = -(-turns // 2)
-    return each if problem.streamed else 1 + HIDDEN * (each - 1)
