@@ -21,11 +21,12 @@ two along N that share A.
     ping-pong     consumer 1       |WGMMA 0 |epilogue 0|     |WGMMA 2 |epilogue 2|
                   consumer 2                |WGMMA 1 |epilogue 1|     |WGMMA 3 |epilogue 3|
 
-Measured on an H200 at its power limit, 8B, M = 2048: in the loop the tensor cores never wait (FP8:
-1024 clocks a stage), and an epilogue of 2300 (plain store) is what is left, 6 % of a tile with K = 4096. Ping-pong
-hides it and costs as much in shared-memory traffic: FP8 with a plain store within 3 % of cooperative, BF16 up to 7 %
-slower. Tried and dropped: letting warpgroup 2 follow warpgroup 1 by one or two stages (FP8 within 1.6 %, BF16 from 3 %
-faster to 2.5 % slower); an output ring by default (within 3 %).
+Measured on an H200 at its power limit, M = 2048: in the loop the tensor cores never wait (FP8: 1024 clocks a stage of
+128x256), and an epilogue of 2300 (plain store) is what is left, 6 % of a tile with K = 4096. Hiding it does not pay:
+ping-pong with 64x256 and 128x128 was 5 to 7 % slower in FP8, for the bytes it loads. Tried and dropped: letting
+warpgroup 2 follow warpgroup 1 by one or two stages (FP8 within 1.6 %, BF16 from 3 % faster to 2.5 % slower); an output
+ring by default (within 3 %); three stages (within 1 %, and as often slower); the next tile's first stages beside the
+epilogue of half of the columns (ptxas serialises, C7511: the half's accumulators are part of the wide WGMMA's).
 """
 
 from __future__ import annotations

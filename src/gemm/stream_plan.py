@@ -8,7 +8,7 @@ as A is, a few boxes to a stage:
 
 so that it is on its way during the multiplication, waits in shared memory, and costs no registers. In ping-pong each
 warpgroup has a buffer for all boxes of its tile instead: an epilogue that held stages would starve the other's
-multiplication (measured, 8B's o and down in FP8: 10 and 30 % slower).
+multiplication (8B's o and down in FP8: 11 and 6 % slower than cooperative; with the buffers 2 and 7 %).
 """
 
 from __future__ import annotations
