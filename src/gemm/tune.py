@@ -29,9 +29,9 @@ log = logging.getLogger("epicute.gemm")
 TRIES = 16
 """Schedules that are timed beside the plan's own."""
 
-ROUNDS, SLICE_MS, CALLS = 5, 10.0, 8
+ROUNDS, SLICE_MS, CALLS = 5, 30.0, 8
 """Each round times every schedule once, for so long and after so long untimed: at a board's power limit the clock
-depends on what ran before. Calls stand in graphs of so many."""
+depends on what ran before, and slices of 10 ms ranked ping-pong too high. Calls stand in graphs of so many."""
 
 
 def autotune(
