@@ -12,7 +12,7 @@ which may be the chosen one. ``tried`` of ``legal`` schedules were timed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -99,7 +99,7 @@ class Search:
     def kernels(self) -> Iterator[GemmKernel]:
         """One per candidate."""
         for schedule in self.candidates.values():
-            yield replace(self.kernel, spec=replace(self.kernel.spec, schedule=schedule))
+            yield self.kernel.scheduled(schedule)
 
 
 def cases(options: Options) -> Iterator[Search]:

@@ -29,7 +29,7 @@ SHAPES = ((128, False), (256, False), (64, True), (128, True))
 """Rows of a tile, ping-pong."""
 
 CLUSTERS = ((1, 2), (2, 1), (1, 1))
-
+"""CTAs along M, along N."""
 
 WIDTHS = 3
 """Schedules worth timing that differ in the width of the tile alone: neighbours take about as long."""

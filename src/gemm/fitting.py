@@ -41,8 +41,7 @@ def compile_fitting(
     if schedule is None:
         return kernel, compile(kernel, cache=cache, strict=strict)
     log.info("%s: %s; compiling %s instead", kernel.key, "; ".join(problems), schedule)
-    spec = replace(kernel.spec, schedule=schedule)
-    return compile_fitting(replace(kernel, spec=spec), cache=cache, strict=strict)
+    return compile_fitting(kernel.scheduled(schedule), cache=cache, strict=strict)
 
 
 def _spared(report: Report) -> bool:

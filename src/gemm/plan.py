@@ -1,7 +1,8 @@
 """Plan once, run many times: ``run`` checks, collects addresses and launches, and nothing else.
 
-It allocates nothing on the device, does not wait for it, launches on the current stream of x's device, and may be
-captured in a CUDA graph.
+What it has checked it remembers, by address, shape, strides, dtype and device, so that tensors that come again are only
+looked up. It allocates nothing on the device, does not wait for it, launches on the current stream of x's device, and
+may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -234,7 +235,9 @@ class Plan:
     ) -> tuple[int, ...] | None:
         """Check everything and return the kernel's arguments; None where M is 0."""
         if self._takes_scale and "weight_scale" not in operands:
-            self._add_scale(packed, operands)
+            scale = getattr(packed, "scale", None)  # what is no weight is refused below
+            if scale is not None:
+                operands["weight_scale"] = scale
         # The checks are functions of these alone: tensors like those of a call before need no other.
         try:
             given = (x, *operands.values())
@@ -252,11 +255,6 @@ class Plan:
                 self._bound.clear()
             self._bound[seen] = found
         return found
-
-    def _add_scale(self, packed: Any, operands: dict[str, Any]) -> None:
-        """The weight's own scale, where it has one."""
-        if isinstance(packed, Packed) and packed.scale is not None:
-            operands["weight_scale"] = packed.scale
 
     def _bind(
         self, x: torch.Tensor, packed: Packed, operands: dict[str, Any]

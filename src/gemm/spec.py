@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -109,6 +109,10 @@ class GemmKernel:
     def shared_memory(self) -> int:
         """Bytes of shared memory of a CTA."""
         return shared_memory(self.spec.schedule, self.spec.problem)
+
+    def scheduled(self, schedule: Schedule) -> GemmKernel:
+        """The same with another schedule, which is not checked."""
+        return replace(self, spec=replace(self.spec, schedule=schedule))
 
     def trace(self) -> tuple[Any, tuple[Any, ...]]:
         """The DSL function and its fake arguments."""

@@ -15,7 +15,7 @@ import torch
 
 from epicute.epilogues.operands import Cells
 from epicute.errors import CompileError, EpicuteError, require
-from epicute.gemm.choice import ranked
+from epicute.gemm.choice import choose, ranked
 from epicute.gemm.plan import Plan
 from epicute.gemm.schedule import Schedule
 from epicute.gemm.spec import CHOOSING, GemmKernel
@@ -77,16 +77,19 @@ def autotune(
     if found is None:
         found = _measured(plan, x, packed, given, tries, cache)
         write(cache, key, found)
-    return found if found.schedule != plan.schedule else plan
+    if found.schedule == plan.schedule:
+        return plan
+    found.load(packed)
+    return found
 
 
 def key_of(kernel: GemmKernel, rows: int, device: str, tries: int) -> CompileKey:
-    """Of the finding: everything in the kernel's key but the schedule, and what was timed."""
-    schedule = {"tile", "cluster", "pingpong", "stages", "slots"}
-    fields = [(name, value) for name, value in kernel.key.fields if name not in schedule]
+    """Of the finding: the kernel's key with the schedule that ``choose`` gives, and what was timed."""
+    problem = replace(kernel.spec.problem, expected_m=rows)
+    chosen = kernel.scheduled(choose(problem, kernel.target))
     return CompileKey(
         kernel="gemm.autotune",
-        fields=(*fields, ("M", rows), ("device", device), ("tries", tries)),
+        fields=(*chosen.key.fields, ("M", rows), ("device", device), ("tries", tries)),
         sources=(*kernel.key.sources, modules_digest(*CHOOSING)),
         target=kernel.target,
     )
@@ -113,7 +116,7 @@ def write(cache: ObjectCache, key: CompileKey, found: Plan) -> None:
 
 def planned(kernel: GemmKernel, schedule: Schedule, cache: ObjectCache) -> Plan:
     """The kernel with another schedule, compiled; raises CompileError where that spills."""
-    kernel = replace(kernel, spec=replace(kernel.spec, schedule=schedule))
+    kernel = kernel.scheduled(schedule)
     return Plan(kernel, compile(kernel, cache=cache))
 
 
@@ -128,9 +131,9 @@ def _measured(
     kernel = plan.kernel
     found = ranked(kernel.spec.problem, kernel.target, x.shape[0])
     wanted = [s for s in islice(found, tries) if s != plan.schedule]
-    specs = [replace(kernel, spec=replace(kernel.spec, schedule=s)) for s in wanted]
     if cache.unusable() is None:
-        precompile(specs, cache=cache, strict=False)
+        with suppress(CompileError):  # of one; each is compiled again below, and passed over
+            precompile([kernel.scheduled(s) for s in wanted], cache=cache, strict=False)
     plans = [plan]
     for schedule in wanted:
         with suppress(CompileError):

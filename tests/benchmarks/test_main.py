@@ -52,7 +52,7 @@ def test_search_is_measured_where_it_is_named() -> None:
     found = options_of(given, "search")
     assert sorted(found.shapes) == sorted(("8B", "1B", "70B", "405B"))
     assert found.M == (64, 256, 1024, 2048, 8192)
-    assert (found.rounds, found.lead_us, found.slice_us) == (3, 10000.0, 10000.0)
+    assert (found.rounds, found.lead_us, found.slice_us) == (3, 60000.0, 30000.0)
     assert (found.tries, found.accumulate, found.shards) == (12, "fast", False)
     whole = options_of(given, "gemm")
     assert whole.M == (2048,)

@@ -53,6 +53,8 @@ def problems(draw: st.DrawFn) -> Problem:
         staged=(per_row, per_unit),
         expected_m=draw(st.one_of(st.none(), st.integers(0, 2**20))),
         accumulate=draw(st.sampled_from(("fast", "precise"))),
+        streamed=draw(st.sampled_from((0, 2, 4))) * unit,
+        policies=draw(st.integers(1, 6)),
     )
 
 
@@ -160,6 +162,11 @@ def test_shared_memory_is_the_sum_of_its_parts(problem: Problem, tile_m: int, ei
     bare = replace(problem, staged=(0, 0))
     assert shared_memory(one, problem) - shared_memory(one, bare) == staged_bytes(one, problem)
     assert staged_bytes(one, bare) == 0
+    dry = replace(problem, streamed=0)
+    turns = replace(one, pingpong=True)
+    assert shared_memory(one, problem) == shared_memory(one, dry)
+    boxes = 2 * tile_m * (tile_n // problem.unit) * problem.streamed
+    assert shared_memory(turns, problem) - shared_memory(turns, dry) == boxes
 
 
 def test_the_published_default() -> None:

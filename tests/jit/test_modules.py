@@ -5,6 +5,7 @@ from __future__ import annotations
 import compileall
 import importlib
 import sys
+import types
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -165,3 +166,16 @@ def test_jc_10_checkout_zip_and_bytecode_alone(
         (tmp_path / "moved" / "thing" / "alone.pyc").read_bytes()
     )
     assert digest_at(tmp_path / "moved") != bytecode
+
+
+def test_code_that_the_dsl_has_rewritten_counts_as_it_was() -> None:
+    """It replaces a function's code at its first trace and keeps the one from the file."""
+    source = "def f():\n    return 1\n"
+    module = types.ModuleType("traced")
+    exec(compile(source, "traced.py", "exec", dont_inherit=True), vars(module))
+    modules.require_unedited(module.f, source)
+    original, module.f.__code__ = module.f.__code__, (lambda: 2).__code__
+    with pytest.raises(KeyingError, match="has changed since it was imported"):
+        modules.require_unedited(module.f, source)
+    module.f._original_code = original
+    modules.require_unedited(module.f, source)
