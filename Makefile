@@ -10,6 +10,7 @@ MANIFEST := pyproject.toml setup.py constraints.txt
 .PHONY: help install test lint format gates bench docs demo clean
 
 help:
+	@echo "make install set up $(VENV) with everything the tests need; $(BIN)/epicute is the command"
 	@echo "make test    CPU tests, kernel compilation included; no GPU needed"
 	@echo "make lint    ruff, mypy and the import rules"
 	@echo "make gates   compile every kernel variant and check spills, hazards, shared memory"
@@ -17,6 +18,7 @@ help:
 	@echo "make docs    build the documentation into site/"
 	@echo "make demo    compose, compile and check real projections of a small model; run them where there is a GPU"
 	@echo "make format  apply ruff's fixes and format"
+	@echo "make clean   remove what was built and the tools' caches; not $(VENV)"
 
 install: $(VENV)/.installed-test
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import time
 from typing import Any
@@ -13,8 +14,12 @@ from epicute.jit import Entry, ObjectCache
 
 __all__ = ["add_arguments", "run"]
 
-WIDEST = 60
-"""Characters of an epilogue, and of the summary of a key's other fields, on a terminal; all of them elsewhere."""
+LEAST = 20
+"""Characters of an epilogue, and of the summary of a key's other fields, that a terminal must have room for; where it
+has not, the summary is left out. What is no terminal gets all of both."""
+
+HEADER = ("epilogue", "kernel", "arch", "fields", "size", "used", "registers", "spills")
+LONG = (HEADER.index("epilogue"), HEADER.index("fields"))
 
 DAY = 86400.0
 
@@ -44,31 +49,51 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(found, indent=2))
         return 0
     if entries:
-        widest = WIDEST if sys.stdout.isatty() else None
-        header = ("epilogue", "kernel", "arch", "fields", "size", "used", "registers", "spills")
-        print(table(header, [_row(entry, widest) for entry in entries]))
+        rows = [HEADER, *map(_row, entries)]
+        if sys.stdout.isatty():
+            rows = _fitted(rows, shutil.get_terminal_size().columns)
+        print(table(rows[0], rows[1:]))
         print()
     total = volume(sum(entry.size for entry in entries))
-    print(f"{len(entries)} kernels, {total} in {cache.folder}")
+    print(f"{_kernels(len(entries))}, {total} in {cache.folder}")
     return 0
+
+
+def _kernels(count: int) -> str:
+    return f"{count} kernel{'' if count == 1 else 's'}"
+
+
+def _fitted(rows: list[tuple[str, ...]], columns: int) -> list[tuple[str, ...]]:
+    """The table cut to a terminal's ``columns``: the two long entries of a row share what the others leave."""
+    widths = [max(map(len, entries)) for entries in zip(*rows, strict=True)]
+    others = sum(width for i, width in enumerate(widths) if i not in LONG)
+    room = columns - others - 2 * (len(widths) - 1)
+    first, second = LONG
+    if room < 2 * LEAST:
+        limits = {first: max(room + 2, LEAST // 2)}
+        rows = [row[:second] + row[second + 1 :] for row in rows]
+    else:
+        epilogue = min(widths[first], max(room // 2, room - widths[second]))
+        limits = {first: epilogue, second: room - epilogue}
+    return [tuple(_cut(x, limits.get(i, len(x))) for i, x in enumerate(row)) for row in rows]
 
 
 def _clear(cache: ObjectCache, days: float | None) -> int:
     removed = cache.clear() if days is None else cache.prune(max_age=days * DAY)
-    print(f"{removed} kernels removed from {cache.folder}")
+    print(f"{_kernels(removed)} removed from {cache.folder}")
     return 0
 
 
-def _row(entry: Entry, widest: int | None) -> tuple[str, ...]:
+def _row(entry: Entry) -> tuple[str, ...]:
     key = json.loads(entry.canonical)
     report = entry.report
     fields = key["fields"]
     epilogue = _plain(fields.pop("epilogue", ["str", "-"]))
     return (
-        _cut(epilogue, widest),
+        epilogue,
         key["kernel"],
         key["target"],
-        _cut(_summary(fields), widest),
+        _summary(fields),
         volume(entry.size),
         f"{time_span(time.time() - entry.used)} ago",
         "?" if report.registers is None else str(report.registers),
@@ -108,8 +133,9 @@ def _json(value: list[Any]) -> Any:
     return float(_plain(value)) if value[0] == "float" else _plain(value)
 
 
-def _cut(text: str, widest: int | None) -> str:
-    return text if widest is None or len(text) <= widest else f"{text[:widest]}…"
+def _cut(text: str, widest: int) -> str:
+    """At most ``widest`` characters."""
+    return text if len(text) <= widest else f"{text[: widest - 1]}…"
 
 
 def _summary(fields: dict[str, Any]) -> str:

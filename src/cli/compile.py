@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from epicute.cli.expression import DTYPES, composition_in, composition_of
 from epicute.errors import require
-
-if TYPE_CHECKING:
-    from epicute.epilogues import Composition
 
 __all__ = ["add_arguments", "run"]
 
@@ -51,15 +48,17 @@ def run(args: argparse.Namespace) -> int:
     from epicute.gemm import kernel_for
     from epicute.gemm.explain import CACHES, report_text
     from epicute.gemm.fitting import compile_fitting
+    from epicute.gemm.spec import default_dtype
     from epicute.jit import Target, compile
 
     found = composition_in(args.module) if args.module else composition_of(args.epilogue)
     composition = compose(found)
-    dtype = args.dtype or ("fp8" if _dequantized(composition) else "bf16")
+    chosen = getattr(torch, DTYPES[args.dtype]) if args.dtype else default_dtype(composition)
+    dtype = next(short for short, full in DTYPES.items() if getattr(torch, full) == chosen)
     problem = {
         "n": args.n,
         "k": args.k,
-        "dtype": getattr(torch, DTYPES[dtype]),
+        "dtype": chosen,
         "target": Target.parse(args.target) if args.target else Target.detect(),
         "expected_m": args.expected_m,
         "accumulate": args.accumulate,
@@ -83,14 +82,6 @@ def run(args: argparse.Namespace) -> int:
     print(report_text(compiled.report))
     print(f"{'from':<14} {CACHES.get(compiled.origin, 'the compiler')}")
     return 0
-
-
-def _dequantized(composition: Composition) -> bool:
-    """Whether the composition, or every range of it, begins with Dequantize."""
-    from epicute.epilogues import Dequantize
-
-    chains = [policies for _, _, policies in composition.branches()]
-    return all(bool(chain) and isinstance(chain[0], Dequantize) for chain in chains)
 
 
 def _changes(args: argparse.Namespace) -> dict[str, Any]:

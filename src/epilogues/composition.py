@@ -9,15 +9,18 @@ acc (M, N)
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from epicute.epilogues.fields import check_constant
 from epicute.epilogues.form import Form
 from epicute.epilogues.operands import Operand, Output
 from epicute.epilogues.policy import Policy, Tap
 from epicute.errors import ArgumentError, CompositionError, require
+from epicute.jit.key import encode
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +78,13 @@ class Columns:
     def width(self) -> int:
         """Columns of all ranges."""
         return sum(width for _, width, _ in self.ranges)
+
+    def __rshift__(self, other: Any) -> Composition:
+        """Refused by ``compose``, which says where ``other`` belongs."""
+        return compose(self, other)
+
+    def __rrshift__(self, other: Any) -> Composition:
+        return compose(other, self)
 
     def __str__(self) -> str:
         return str(compose(self))
@@ -146,6 +156,9 @@ class Composition:
     def __rshift__(self, other: Policy | Composition | Columns) -> Composition:
         return compose(self, other)
 
+    def __rrshift__(self, other: Any) -> Composition:
+        return compose(other, self)
+
     def branches(self) -> Iterator[tuple[str, int | None, tuple[Policy, ...]]]:
         """(range name, width, all policies that run on it) for each range; one range without ``Columns``."""
         if self.columns is None:
@@ -174,6 +187,10 @@ class Composition:
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
+        for _, _, policies in self.branches():
+            for policy in policies:
+                for name, value in policy.settings():
+                    encode(value, f"{policy.title}: field {name!r}")  # refuses, by that name
         ranges = (
             tuple((n, w, tuple(p.key() for p in c.policies)) for n, w, c in self.columns.ranges)
             if self.columns
@@ -209,6 +226,8 @@ class Composition:
 
 
 def _check_frozen(policy: Policy) -> None:
+    for name, value in policy.settings():
+        check_constant(policy.title, name, value)
     try:
         hash(policy)
     except TypeError as error:
@@ -240,10 +259,29 @@ def compose(*parts: Policy | Composition | Columns) -> Composition:
             policies += (part,)
         else:
             raise CompositionError(
-                f">>: got {part!r}, expected a policy, a composition or Columns. "
-                "Fix: call the policy (soft_cap(cap=30.0)), don't pass its function"
+                f">>: got {_shown(part)}, expected a policy, a composition or Columns. "
+                f"Fix: {_called(part)}"
             )
     return Composition(policies, columns)
+
+
+def _shown(part: Any) -> str:
+    name = getattr(part, "__name__", "")
+    return f"{name}, which is not called" if callable(part) and name else f"{part!r:.80}"
+
+
+def _called(part: Any) -> str:
+    """What to write instead of something that is no policy: the call, where that makes one."""
+    name = getattr(part, "__name__", "")
+    if isinstance(part, type) and issubclass(part, Policy):
+        return f"call the policy, as {name}()"
+    if hasattr(part, "__wrapped__"):
+        parameters = inspect.signature(inspect.unwrap(part)).parameters.values()
+        fields = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+        return f"call the policy, as {name}({', '.join(f'{field}=…' for field in fields)})"
+    if callable(part) and name:
+        return f"call the policy, or make one of the function with @policy above def {name}"
+    return "join policies alone"
 
 
 def operands_of(composition: Composition) -> dict[str, Operand]:
@@ -283,8 +321,8 @@ def _bind(
             shared and found[name] == kind,
             f"operand {name!r}",
             f"used by {owner[name]} as {found[name]} and by {policy.title} as {kind}",
-            "one policy per name, or the same per-row operand in several ranges",
-            f"give one of them a name: {policy.title}(…, name='second')",
+            "the same operand in all ranges" if shared else "a name for each",
+            f"name one of them: {policy.title}(…, name='second'), whose operands then begin with second_",
             CompositionError,
         )
     found[name] = kind

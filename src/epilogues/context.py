@@ -3,6 +3,7 @@
     ctx.exp(x), ctx.where(mask, a, b), …   the operations of ``values.OPERATIONS``
     ctx.bias                                an operand, by the name the policy declared
     ctx.total(x), ctx.largest(x)            sum and maximum over the policy's group of columns
+    ctx.mean(x)                             the sum by the number of columns that the group has
     ctx.store("out", x)                     write a matrix; returns the value as stored
     ctx.partials("sumsq_out", total)        write one value per group
     ctx.record_max("amax", x)               atomic maximum over the finite values
@@ -21,9 +22,9 @@ from typing import Any
 
 import torch
 
-from epicute.epilogues.operands import Operand
+from epicute.epilogues.operands import Cells, Operand, Slots
 from epicute.epilogues.policy import Pairwise, Policy, Tap
-from epicute.epilogues.values import NAMED, OPERATIONS, Table, Value, operation
+from epicute.epilogues.values import ANY_BODY, NAMED, OPERATIONS, Table, Value, operation
 from epicute.errors import CompositionError, require
 
 __all__ = ["ROUNDING", "Context", "run_body"]
@@ -53,7 +54,7 @@ class Context(ABC):
         self._kept = kept
         self._table = table
         self._kinds = dict(policy.operands)
-        self._done: set[str] = set()
+        self._used: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
         if name in OPERATIONS:
@@ -74,11 +75,12 @@ class Context(ABC):
             f"use ctx.store({name!r}, x) and its like",
             CompositionError,
         )
+        self._used.add(name)
         return Value(self._read(name, kind), self._table)
 
     def _writes(self, name: str, kind: str) -> Operand:
         """The written operand ``name``, which is now written."""
-        self._done.add(name)
+        self._used.add(name)
         return self._written(name, kind)
 
     def _written(self, name: str, kind: str) -> Operand:
@@ -100,6 +102,18 @@ class Context(ABC):
     def largest(self, x: Value) -> Value:
         """Maximum over the policy's group of columns; NaN where one is."""
         return self._reduced("largest", x, "max")
+
+    def mean(self, x: Value) -> Value:
+        """Mean over the columns that the policy's group has, fewer in the last group of a ragged row.
+
+        The sum is multiplied by the float32 reciprocal of their number, which has the same bits as dividing where that
+        is a power of two.
+        """
+        total = self._reduced("mean", x, "add")
+        if not getattr(self._policy, "ragged", False):
+            return total * (1.0 / self._policy.over)  # type: ignore[attr-defined]
+        one = Value(self._table["min"](1.0, 1.0), self._table)
+        return total * self.reciprocal(self._reduced("mean", one, "add"))
 
     def _reduced(self, called: str, x: Value, operation: str) -> Value:
         require(
@@ -175,7 +189,13 @@ def run_body(ctx: Context, *values: Value) -> Any:
     One value, two where a ``Pairwise`` keeps the pair; a ``Tap`` may return None.
     """
     policy = ctx._policy
-    out = policy.apply(*values, ctx)  # type: ignore[attr-defined]
+    try:
+        out = policy.apply(*values, ctx)  # type: ignore[attr-defined]
+    except CompositionError as error:
+        said = str(error)
+        if said.startswith(ANY_BODY):
+            error.args = (f"{policy.title}: body{said.removeprefix(ANY_BODY)}",)
+        raise
     kept = isinstance(policy, Pairwise) and not policy.consumes
     found = out if isinstance(out, tuple) else (out,)
     silent = out is None and isinstance(policy, Tap)
@@ -184,20 +204,37 @@ def run_body(ctx: Context, *values: Value) -> Any:
         f"{policy.title}: body",
         f"a result of {', '.join(type(x).__name__ for x in found)}",
         "two values, as the pair is kept" if kept else "one value",
-        "return what the body computed, with ctx operations rather than Python numbers",
+        _returned_fix(policy, len(found)),
         CompositionError,
     )
-    _check_written(ctx)
+    _check_used(ctx)
     return out
 
 
-def _check_written(ctx: Context) -> None:
-    """Refuse an operand that the policy declares as written and whose body did not write it."""
+def _returned_fix(policy: Policy, count: int) -> str:
+    if isinstance(policy, Pairwise) and policy.consumes and count == 2:
+        return "say @pairwise(keeps=True, head_dim=…) where two take the places of the pair, or return one"
+    return "return what the body computed, with ctx operations rather than Python numbers"
+
+
+def _check_used(ctx: Context) -> None:
+    """Refuse an operand that the policy declares and whose body neither reads nor, where it is written, writes.
+
+    Slots are read by the cells that name them.
+    """
+    through = {kind.slots for kind in ctx._kinds.values() if isinstance(kind, Cells)}
     for name, kind in ctx._kinds.items():
-        if kind.written and name not in ctx._done:
-            how = WRITES.get(type(kind).__name__, "a write of {!r}").format(name)
+        if name in ctx._used or (isinstance(kind, Slots) and name in through):
+            continue
+        if not kind.written:
             raise CompositionError(
-                f"{ctx._policy.title}: operand {name!r}: got {kind} that the body does not write, "
-                "expected a write of every operand that is declared as written. "
-                f"Fix: call {how} in the body, or declare no {name}"
+                f"{ctx._policy.title}: operand {name!r}: got {kind} that the body does not read, expected a read "
+                f"of every operand that is declared. Fix: use ctx.{name} in the body, or declare no {name}; where "
+                "a field decides, write a class, whose operands may depend on it"
             )
+        how = WRITES.get(type(kind).__name__, "a write of {!r}").format(name)
+        raise CompositionError(
+            f"{ctx._policy.title}: operand {name!r}: got {kind} that the body does not write, "
+            "expected a write of every operand that is declared as written. "
+            f"Fix: call {how} in the body, or declare no {name}"
+        )

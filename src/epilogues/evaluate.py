@@ -25,6 +25,9 @@ from epicute.epilogues.operands import (
     PerHead,
     RowVector,
     Scalar,
+    cells_fix,
+    check_number,
+    per_row_fix,
 )
 from epicute.epilogues.policy import Pairwise
 from epicute.epilogues.resolve import Domain, Resolved, Step, resolve
@@ -114,6 +117,7 @@ class _State:
         self.written: dict[str, Any] = {}
         for name, kind in self.kinds.items():
             _check_dtype(name, kind, given.get(name))
+            check_number(f"operands: {name}", kind, given.get(name))
             if isinstance(kind, (Output, PartialsOutput)):
                 self.written[name] = np.full(self.shapes[name], np.nan, np.float32)
             elif isinstance(kind, (Maximum, Counter)):
@@ -128,6 +132,7 @@ class _State:
                     "the cache the cells are written to",
                     f"pass {name}=cache; evaluate returns a written copy",
                 )
+                _check_cells(name, kind, self.shapes[name], tuple(np.shape(given[name])))
                 self.written[name] = _as_tensor(given[name]).clone()
             else:
                 self._check(name, kind)
@@ -136,12 +141,13 @@ class _State:
         shape = tuple(np.shape(self.given[name]))
         wanted = self.shapes[name]
         scalar = wanted == (1,) and shape == ()
+        per_row = isinstance(kind, ColumnVector) and shape in ((), (1,))
         require(
             shape == wanted or scalar,
             f"operands: {name}",
             f"shape {shape}",
             f"{kind} of shape {wanted}",
-            "pass it in logical order with that shape",
+            per_row_fix(name) if per_row else "pass it in logical order with that shape",
         )
 
     def array(self, name: str) -> np.ndarray:
@@ -160,6 +166,18 @@ class _State:
                 tensor = tensor.to(kind.dtype)
             found[name] = tensor
         return found
+
+
+def _check_cells(name: str, kind: Cells, wanted: tuple[Any, ...], shape: tuple[int, ...]) -> None:
+    """Refuse a cache view of other heads or another order of axes; those of pages and tokens are free."""
+    heads, dim = wanted[2:]
+    require(
+        len(shape) == 4 and shape[2:] == (heads, dim),
+        f"operands: {name}",
+        f"shape {shape}",
+        f"{kind} of shape (pages, page_size, {heads}, {dim})",
+        cells_fix(name, shape, heads, dim),
+    )
 
 
 def _check_dtype(name: str, kind: Operand, given: Any) -> None:

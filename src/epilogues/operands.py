@@ -24,6 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import inf
+from typing import Any
 
 import torch
 
@@ -46,9 +48,12 @@ __all__ = [
     "Scalar",
     "Slots",
     "as_operand",
+    "cells_fix",
     "check_declared",
     "check_name",
+    "check_number",
     "heads_of",
+    "per_row_fix",
 ]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -78,16 +83,21 @@ class Operand:
         shown = [
             f"{f.name}={getattr(self, f.name)}"
             for f in fields(self)
-            if f.name not in ("dtypes", "shared", "dtype")
+            if f.name not in ("dtypes", "shared", "dtype", "positive")
         ]
         return f"{type(self).__name__}({', '.join([*shown, str(self.dtype).split('.')[-1]])})"
 
 
 @dataclass(frozen=True)
 class Scalar(Operand):
-    """One float32 on the device."""
+    """One float32 on the device.
+
+    ``positive``: it divides or scales, so that a Python number given for it must be finite and above 0. A tensor's
+    value is never looked at, as that would wait for the device.
+    """
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    positive: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,6 +199,31 @@ class Cells(Operand):
     slots: str = "slots"
 
 
+def check_number(name: str, kind: Operand, given: Any) -> None:
+    """Refuse a Python number that ``kind`` cannot be; anything else passes."""
+    if isinstance(kind, Scalar) and kind.positive and isinstance(given, (int, float)):
+        require(
+            0 < given < inf,
+            name,
+            given,
+            "a finite number above 0, as codes are multiplied by it or values by its reciprocal",
+            "give the largest magnitude to expect / 448",
+        )
+
+
+def per_row_fix(name: str) -> str:
+    """What to write where one number came for an operand with one per row."""
+    instead = "; for one scale of all rows write Dequantize('tensor')" if name == "scale" else ""
+    return f"pass one per row, torch.full((M,), …){instead}"
+
+
+def cells_fix(name: str, shape: tuple[int, ...], heads: Any, dim: Any) -> str:
+    """How to view a cache of another layout."""
+    if len(shape) == 4 and (shape[1], shape[3]) == (heads, dim):
+        return f"heads stand before tokens (HND): pass {name}=cache.transpose(1, 2)"
+    return "view the cache so (HND: cache.transpose(1, 2)), or give PlaceKV and the range the cache's heads"
+
+
 def as_operand(kind: Operand | type[Operand]) -> Operand:
     """An instance of ``kind``, which may be the bare class."""
     found = kind() if isinstance(kind, type) and issubclass(kind, Operand) else kind
@@ -204,7 +239,7 @@ def as_operand(kind: Operand | type[Operand]) -> Operand:
 
 RESERVED = frozenset(
     (
-        *("total", "largest", "as_kept"),
+        *("total", "largest", "mean", "as_kept"),
         *("store", "partials", "record_max", "count", "place", "placed"),
     )
 )

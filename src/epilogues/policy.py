@@ -25,6 +25,7 @@ from functools import cached_property
 from pickle import PicklingError
 from typing import TYPE_CHECKING, Any
 
+from epicute.epilogues.fields import annotations_of, check_field
 from epicute.epilogues.operands import Operand, as_operand, check_name
 from epicute.epilogues.values import Value
 from epicute.errors import ArgumentError, CompositionError, require
@@ -50,6 +51,9 @@ __all__ = [
 ]
 
 Result = Value | tuple[Value, Value] | None
+
+NARROWEST = 16
+"""Columns of the narrowest head, and so of the narrowest group; others are multiples of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +113,12 @@ class Policy:
         from epicute.epilogues.composition import compose
 
         return compose(self, other)
+
+    def __rrshift__(self, other: Any) -> Composition:
+        """What stands to the left and is no policy: refused by ``compose``, which says what to write."""
+        from epicute.epilogues.composition import compose
+
+        return compose(other, self)
 
     def row_order(self, columns: int) -> RowOrder:
         """The order of a weight's rows for a composition of this policy alone."""
@@ -177,10 +187,13 @@ class Pairwise(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class Reducing(Policy):
-    """Sees ``over`` adjacent columns of a row together: ``ctx.total(v)`` and ``ctx.largest(v)`` reduce over them.
+    """Sees ``over`` adjacent columns of a row together: ``ctx.total(v)``, ``mean`` and ``largest`` reduce over them.
 
     Every quad lane adds its own columns in ascending order, then lanes combine as (0 + 1) + (2 + 3).
     """
+
+    ragged = False
+    """Whether the last group of a row may have fewer columns than ``over``; else such an N is refused."""
 
     @property
     def over(self) -> int:
@@ -310,13 +323,14 @@ class FunctionReducing(_FromFunction, Reducing):
     parameters: tuple[tuple[str, Any], ...] = ()
     kinds: tuple[tuple[str, Operand], ...] = ()
     group: int = 64
+    ragged: bool = False
 
     @property
     def over(self) -> int:
         return self.group
 
     def settings(self) -> tuple[tuple[str, Any], ...]:
-        return (*super().settings(), ("over", self.group))
+        return (*super().settings(), *_grouping(self.group, self.ragged))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,16 +341,22 @@ class FunctionTap(_FromFunction, Tap):
     parameters: tuple[tuple[str, Any], ...] = ()
     kinds: tuple[tuple[str, Operand], ...] = ()
     group: int = 0
+    ragged: bool = False
 
     @property
     def over(self) -> int:
         return self.group
 
     def settings(self) -> tuple[tuple[str, Any], ...]:
-        return (*super().settings(), ("over", self.group))
+        return (*super().settings(), *_grouping(self.group, self.ragged))
 
     def shown(self) -> tuple[tuple[str, Any], ...]:
         return self.settings() if self.group else super().settings()
+
+
+def _grouping(over: int, ragged: bool) -> tuple[tuple[str, Any], ...]:
+    """Settings of a policy that reduces over columns."""
+    return (("over", over), *((("ragged", True),) if ragged else ()))
 
 
 def _parameters(function: Callable[..., Any], leading: int) -> dict[str, inspect.Parameter]:
@@ -369,6 +389,7 @@ def _factory(cls: Any, function: Callable[..., Any], kinds: Mapping[str, Any], e
     operands = tuple((n, as_operand(k)) for n, k in kinds.items())
     for n, _ in operands:
         check_name(function.__name__, n)
+    annotated = annotations_of(function)
 
     def make(*, name: str = "", **given: Any) -> Policy:
         for field in given:
@@ -377,6 +398,7 @@ def _factory(cls: Any, function: Callable[..., Any], kinds: Mapping[str, Any], e
                     f"{function.__name__}: got field {field!r}, expected "
                     f"{', '.join(known) or 'none'}. Fix: check the spelling"
                 )
+            check_field(function.__name__, field, given[field], annotated)
         values = {n: given.get(n, p.default) for n, p in known.items()}
         for n, value in values.items():
             require(
@@ -422,22 +444,37 @@ def pairwise(
     return _decorator(FunctionPairwise, function, kinds, extra)
 
 
-def reducing(function: Any = None, /, *, over: int = 0, **kinds: Any) -> Any:
-    """Make a reducing policy of ``body(x, ctx, *, field=…)`` over groups of ``over`` columns; see ``Reducing``."""
+def reducing(
+    function: Any = None, /, *, over: int | None = None, ragged: bool = False, **kinds: Any
+) -> Any:
+    """Make a reducing policy of ``body(x, ctx, *, field=…)`` over groups of ``over`` columns; see ``Reducing``.
+
+    ``ragged`` lets the last group of a row have fewer columns than that.
+    """
+    _check_over("reducing", over)
+    return _decorator(FunctionReducing, function, kinds, {"group": over, "ragged": ragged})
+
+
+def tap(function: Any = None, /, *, over: int = 0, ragged: bool = False, **kinds: Any) -> Any:
+    """Make a tap of ``body(x, ctx, *, field=…)``; what it returns is passed on, None passes ``x``.
+
+    ``over`` and ``ragged`` as of ``reducing``; 0 for a body that reduces nothing.
+    """
+    if over != 0:
+        _check_over("tap", over)
+    return _decorator(FunctionTap, function, kinds, {"group": over, "ragged": ragged})
+
+
+def _check_over(decorator: str, over: Any) -> None:
+    """Refuse widths that no chain has groups of; which of the others fit shows once heads are known."""
     require(
-        isinstance(over, int) and over > 0,
-        "reducing: over",
-        over or "nothing",
-        "the number of columns of a group",
-        "write @reducing(over=64) above the body",
+        type(over) is int and over > 0 and over % NARROWEST == 0,
+        f"{decorator}: over",
+        "nothing" if over is None else repr(over),
+        f"the number of columns of a group: 32, 64, 128, 256, or a head's, a multiple of {NARROWEST}",
+        f"write @{decorator}(over=64) above the body",
         CompositionError,
     )
-    return _decorator(FunctionReducing, function, kinds, {"group": over})
-
-
-def tap(function: Any = None, /, *, over: int = 0, **kinds: Any) -> Any:
-    """Make a tap of ``body(x, ctx, *, field=…)``; what it returns is passed on, None passes ``x``."""
-    return _decorator(FunctionTap, function, kinds, {"group": over})
 
 
 def _decorator(cls: Any, function: Any, kinds: Mapping[str, Any], extra: Any) -> Any:

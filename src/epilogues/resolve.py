@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from epicute.epilogues.arithmetic import Dequantize
 from epicute.epilogues.composition import Composition, bound_name, kept_dtype
 from epicute.epilogues.operands import (
     Cells,
@@ -286,8 +287,11 @@ class _Chain:
             inside = i >= self.shared
             prefix = self.name if inside else ""
             names = {n: bound_name(policy, n, k, prefix) for n, k in policy.operands.items()}
+            if isinstance(policy, Dequantize):
+                self._check_whole(policy, domain)
             if isinstance(policy, Reducing) and policy.over:
                 self._check_starts(policy, domain, 0 if inside else self.column)
+                _check_last(policy, domain.columns)
             split = self._split(policy, pieces, domain) if isinstance(policy, Pairwise) else None
             after = split.domain if split and policy.consumes else domain  # type: ignore[attr-defined]
             if isinstance(policy, Reducing) and policy.over:
@@ -311,6 +315,18 @@ class _Chain:
                 f"move {policy.title} behind the pair or into the range, or pad",
                 CompositionError,
             )
+
+    def _check_whole(self, policy: Dequantize, domain: Domain) -> None:
+        """A weight's scales belong to its output features, before any two of them became one."""
+        halving = next((p.title for p in self.policies if getattr(p, "consumes", False)), "")
+        require(
+            domain.columns == self.span.columns or policy.weight != "column",
+            f"{halving} >> {policy.title}",
+            f"a scale per weight column on {domain.columns} values, after {halving} made one of two",
+            f"the scales of all {self.span.columns} columns",
+            f"put {policy.title} first: {policy.title}(…) >> {halving}(…)",
+            CompositionError,
+        )
 
     def _split(self, policy: Pairwise, pieces: tuple[Piece, ...], domain: Domain) -> Split:
         if policy.pairs == "interleaved":
@@ -384,6 +400,20 @@ def _check_groups(policy: Reducing, domain: Domain) -> None:
             "reduce over 32, 64, 128 or head_dim columns",
             UnsupportedError,
         )
+
+
+def _check_last(policy: Reducing, columns: int) -> None:
+    """A last group that is not whole is refused unless the policy says that it knows."""
+    left = columns % policy.over
+    require(
+        policy.ragged or not left,
+        f"{policy.title}",
+        f"{columns} columns in groups of {policy.over}, the last of which has {left}",
+        "whole groups, as a body may count on",
+        f"use a multiple of {policy.over}, or say ragged=True beside over={policy.over} and write ctx.mean(x) for "
+        "a mean: total, mean and largest are of the columns that there are",
+        CompositionError,
+    )
 
 
 def _shapes(

@@ -17,6 +17,17 @@ __all__ = ["EmitFP8", "Store"]
 
 E4M3_MAX = 448.0
 
+SPELT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"}
+"""Short names of dtypes, and torch's."""
+
+
+def _dtype_fix(given: object) -> str:
+    """What to write instead of a dtype that cannot be stored, or is no dtype."""
+    if not isinstance(given, str):
+        return "choose a dtype the kernels can store"
+    name = given.removeprefix("torch.")
+    return f"write torch.{SPELT.get(name, name)}, torch's own object"
+
 
 @dataclass(frozen=True)
 class Store(Tap):
@@ -31,9 +42,9 @@ class Store(Tap):
         require(
             self.dtype in STORED,
             "Store.dtype",
-            self.dtype,
+            repr(self.dtype),
             ", ".join(map(str, STORED)),
-            "choose a dtype the kernels can store",
+            _dtype_fix(self.dtype),
         )
 
     @property
@@ -57,6 +68,10 @@ class EmitFP8(Tap):
     ``saturated`` (1,) int64 counts |x / out_scale| > 448 (infinities too, NaN not), ``nans`` (1,) int64 counts NaN.
     None of the three is reset here. Passes on code * out_scale.
 
+    The counters see x and x / out_scale, not the scale itself: with an ``out_scale`` of 0, infinity or NaN every code
+    is wrong, and ``nans`` still counts the NaN among x alone. A scale is finite and above 0: a Python number is
+    checked, a tensor's value not looked at.
+
     Operands: ``out_fp8`` (M, n) float8_e4m3fn, ``out_scale`` (1,) float32, ``amax``, ``saturated``, ``nans``.
     """
 
@@ -64,7 +79,7 @@ class EmitFP8(Tap):
     def operands(self) -> Mapping[str, Operand]:
         return {
             "out_fp8": Output(dtype=torch.float8_e4m3fn),
-            "out_scale": Scalar(),
+            "out_scale": Scalar(positive=True),
             "amax": Maximum(),
             "saturated": Counter(),
             "nans": Counter(),

@@ -11,7 +11,10 @@ from typing import Any
 
 from epicute.errors import CompositionError
 
-__all__ = ["OPERATIONS", "Table", "Value"]
+__all__ = ["ANY_BODY", "OPERATIONS", "Table", "Value"]
+
+ANY_BODY = "policy body"
+"""Who complains where a value is misused; ``run_body``, which knows the policy, puts its name there."""
 
 OPERATIONS: Mapping[str, int] = {
     **dict.fromkeys(("add", "sub", "mul", "div", "min", "max"), 2),
@@ -68,7 +71,7 @@ _ARRAY_OPERATORS = {
 def _no_such(what: str, name: str) -> CompositionError:
     fix = f"write ctx.{name}(…)" if name in NAMED else "build it from those"
     return CompositionError(
-        f"policy body: got {what}, expected + - * / abs, comparisons, & | ~, and of ctx "
+        f"{ANY_BODY}: got {what}, expected + - * / abs, comparisons, & | ~, and of ctx "
         f"{', '.join(NAMED)}. Fix: {_INSTEAD.get(name, fix)}"
     )
 
@@ -192,13 +195,14 @@ class Value:
 
     def __bool__(self) -> bool:
         raise CompositionError(
-            "policy body: got a branch on a value, expected straight-line arithmetic. "
-            "Fix: choose with ctx.where(condition, a, b)"
+            f"{ANY_BODY}: got a branch on a value (if, and, or, not, max(), min()), expected straight-line "
+            "arithmetic. Fix: choose with ctx.where(condition, a, b); max(a, b) is ctx.max(a, b), min(a, b) is "
+            "ctx.min(a, b), and is &, or is |, not is ~"
         )
 
     def __float__(self) -> float:
         raise CompositionError(
-            "policy body: got a conversion of a value to a Python float, expected arithmetic on values. "
+            f"{ANY_BODY}: got a conversion of a value to a Python float, expected arithmetic on values. "
             "Fix: keep constants in the policy's fields and use ctx.exp, ctx.tanh, … instead of math"
         )
 
@@ -209,7 +213,7 @@ def operation(table: Table, name: str) -> Callable[..., Value]:
     def call(*arguments: Any) -> Value:
         if len(arguments) != OPERATIONS[name]:
             raise CompositionError(
-                f"ctx.{name}: got {len(arguments)} arguments, expected {OPERATIONS[name]}. "
+                f"{ANY_BODY}: ctx.{name}: got {len(arguments)} arguments, expected {OPERATIONS[name]}. "
                 "Fix: see epicute.epilogues.values.OPERATIONS"
             )
         return Value(table[name](*map(_raw, arguments)), table)

@@ -31,7 +31,8 @@ def explain(composition: Composition | Policy, n: int, k: int, **options: Any) -
     Args:
         composition: a complete composition.
         n: output features. k: reduction depth.
-        **options: those of ``kernel_for``: dtype, target, schedule, dtypes, alignments, expected_m,
+        **options: those of ``kernel_for``: dtype (by default float8_e4m3fn where the composition begins with a
+            ``Dequantize`` of weight scales, else bfloat16), target, schedule, dtypes, alignments, expected_m,
             accumulate.
 
     Raises what ``kernel_for`` and the compiler raise; code with spills is described, not refused.

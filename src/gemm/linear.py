@@ -11,13 +11,15 @@ import torch
 from epicute.epilogues.composition import Composition, check_operands, compose
 from epicute.epilogues.operands import (
     Cells,
+    ColumnVector,
     Counter,
     Matrix,
     Maximum,
-    Operand,
     Output,
     PartialsOutput,
     Scalar,
+    check_number,
+    per_row_fix,
 )
 from epicute.epilogues.policy import Policy
 from epicute.epilogues.resolve import Resolved, resolve
@@ -28,8 +30,10 @@ from epicute.gemm.plan import (
     check_composition,
     check_packed,
     check_pair,
+    check_scaled,
     check_x,
     plan,
+    x_fix,
 )
 from epicute.gemm.schedule import accumulation
 from epicute.weights import Packed
@@ -54,13 +58,16 @@ def linear(
     of x where they are not aligned. For CPU tensors the composition is evaluated with NumPy instead. For a hot loop
     make a ``plan``.
 
+    For inference alone: no gradient flows through it.
+
     Args:
-        x: (…, K), in the weight's dtype.
+        x: (…, K), in the weight's dtype. M, in the shapes of operands, is the product of its leading dimensions.
         packed: weight packed with ``epilogue.row_order(N)``.
         epilogue: a complete composition.
         accumulate: ``"fast"`` or ``"precise"`` for float8; by default ``accumulation``'s rule. CPU tensors are added
             up in float32 either way.
-        **operands: its operands by name, as tensors; for ``Scalar`` ones ints and floats will do.
+        **operands: its operands by name, as tensors in their own flat shapes, (M, …), whatever the leading dimensions
+            of x; for ``Scalar`` ones ints and floats will do.
 
     Returns:
         The output where there is exactly one, with x's leading dimensions; else every written operand by name, as
@@ -76,7 +83,7 @@ def linear(
         "x",
         f"{tuple(x.shape)} {x.dtype}",
         f"(…, {k}) {packed.dtype}, as {packed.name}",
-        "quantise x to the weight's format, or the weight to x's",
+        x_fix(x, packed.dtype, k),
     )
     leading = x.shape[:-1]
     x = x.reshape(-1, k)
@@ -85,8 +92,9 @@ def linear(
     accumulation(packed.dtype, k, accumulate)  # refuses; on the CPU there is nothing to choose
     if packed.scale is not None:
         operands.setdefault("weight_scale", packed.scale)
+    check_scaled(packed, operands, resolved.kinds)
     check_operands(composition, operands)
-    given = {n: _tensor(n, resolved.kinds[n], v, x.device) for n, v in operands.items()}
+    given = {n: _tensor(n, resolved, v, x) for n, v in operands.items()}
     if x.device.type == "cpu":
         acc = x.float() @ packed.unpack().codes.float().T
         found = composition.evaluate(acc, **given)
@@ -99,12 +107,22 @@ def linear(
     return found
 
 
-def _tensor(name: str, kind: Operand, value: Any, device: torch.device) -> torch.Tensor:
-    """An operand as given, or a number on the device."""
+def _tensor(name: str, resolved: Resolved, value: Any, x: torch.Tensor) -> torch.Tensor:
+    """An operand as given, or a number on x's device."""
     if isinstance(value, torch.Tensor):
         return value
+    kind = resolved.kinds[name]
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return torch.full((1,), float(value), dtype=torch.float32, device=device)
+        check_number(name, kind, value)
+        shape = tuple(x.shape[0] if d == "M" else d for d in resolved.shapes[name])
+        require(
+            shape == (1,),
+            name,
+            f"the number {value}",
+            f"{kind} of shape {shape}",
+            per_row_fix(name) if isinstance(kind, ColumnVector) else "pass a tensor of that shape",
+        )
+        return torch.full((1,), float(value), dtype=torch.float32, device=x.device)
     got = "None" if value is None else type(value).__name__
     expected, fix = "a tensor", "make a tensor of it"
     if isinstance(kind, Scalar):

@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 import torch
 
+from epicute.epilogues.arithmetic import RowScale
 from epicute.epilogues.composition import Columns, Composition, check_operands, compose
 from epicute.epilogues.policy import Policy
 from epicute.epilogues.resolve import Resolved, resolve
@@ -112,6 +113,15 @@ def check_x(x: Any, call: str) -> None:
         raise wrong("x", x, "a tensor", f"call {call}" if elsewhere else "make a tensor of it")
 
 
+def x_fix(x: torch.Tensor, dtype: torch.dtype, k: int) -> str:
+    """What to do with an x of another dtype, or of another K, than the weight's."""
+    if x.dim() == 0 or x.shape[-1] != k:
+        return f"the weight reads {k} features: give x that many, or take the weight of this projection"
+    if x.dtype != dtype:
+        return "quantise x to the weight's format, or the weight to x's"
+    return f"flatten it: x.reshape(-1, {k})"
+
+
 def check_packed(packed: Any, epilogue: str, call: str) -> None:
     """Refuse a weight that is not packed, and say how to pack it for the argument ``epilogue``."""
     if isinstance(packed, Packed):
@@ -145,7 +155,17 @@ def check_composition(name: str, given: Any, call: str) -> None:
 
 
 def check_pair(name: str, resolved: Resolved, packed: Packed) -> None:
-    """Refuse a weight in another order than the composition's, and one whose scales it would drop."""
+    """Refuse a weight in another order or of another K than the composition's, and one whose scales it would drop."""
+    k = packed.shape[1]
+    for _, _, policies in resolved.composition.branches():
+        for policy in policies:
+            require(
+                not isinstance(policy, RowScale) or policy.width == k,
+                f"{policy.title}.width",
+                getattr(policy, "width", None),
+                f"{k}, the K of {packed.name} {packed.shape}, as the row's sums are of what is multiplied",
+                f"write RowScale(width={k}, …)",
+            )
     packed.require_order(resolved.order, f"the {name}")
     require(
         packed.scale is None or "weight_scale" in resolved.kinds,
@@ -153,6 +173,17 @@ def check_pair(name: str, resolved: Resolved, packed: Packed) -> None:
         f"no weight_scale for {packed.name}, whose codes have scales",
         "Dequantize() first",
         "write Dequantize(…) >> …",
+    )
+
+
+def check_scaled(packed: Packed, operands: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    """Say of a weight without scales what ``Dequantize`` misses, instead of naming an operand that nobody has."""
+    require(
+        packed.scale is not None or "weight_scale" in operands or "weight_scale" not in kinds,
+        "weight_scale",
+        f"nothing, and {packed.name} has no scales, as its format is {packed.format}",
+        "a scale for each column of the weight",
+        "drop Dequantize, or say weight=None in it where x has scales; else quantise the weight to fp8",
     )
 
 
@@ -203,7 +234,8 @@ class Plan:
         """Launch ``composition(x @ packed.T)`` on the current stream of x's device.
 
         Args:
-            x: (M, K), rows of adjacent elements that start at multiples of 16 bytes; any row stride.
+            x: (M, K), rows of adjacent elements that start at multiples of 16 bytes; any row stride. Nothing is
+                copied here; where they do not, ``align_rows`` does it.
             packed: a weight with the plan's shape, dtype and order, on the same device.
             **operands: every operand of the composition by name, read and written ones alike, on the same device;
                 ``weight_scale`` may be left out where the packed weight has scales.
@@ -272,6 +304,7 @@ class Plan:
                 "packed.codes", packed.codes, f"x's device, {x.device}", "packed.to(x.device)"
             )
         if len(operands) != len(self._readers):
+            check_scaled(packed, operands, self.kernel.spec.resolved.kinds)
             self._check_names(operands)
         rows, stride = self._check_x(x)
         tiles = -(-rows // self._tile) * self._n_tiles
@@ -363,7 +396,12 @@ class Plan:
         problem = self._problem
         shape = x.shape
         if x.dtype is not problem.dtype or len(shape) != 2 or shape[1] != problem.depth:
-            raise wrong("x", x, f"(M, {problem.depth}) {problem.dtype}", "reshape or convert it")
+            raise wrong(
+                "x",
+                x,
+                f"(M, {problem.depth}) {problem.dtype}",
+                x_fix(x, problem.dtype, problem.depth),
+            )
         rows = shape[0]
         if rows > LARGEST_M:
             raise wrong("x", x, f"at most {LARGEST_M} rows", "split the batch")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from epicute.epilogues.operands import Cells
+from epicute.epilogues.operands import Cells, cells_fix, per_row_fix
 from epicute.errors import ArgumentError
 from epicute.gemm.arguments import OperandSpec
 
@@ -41,7 +41,9 @@ def _vector_reader(spec: OperandSpec) -> Reader:
         wanted = rows if length is None else length
         if given.dtype is not dtype or given.shape != (wanted,):
             if given.dtype is not dtype or wanted != 1 or given.dim() != 0:
-                raise wrong(name, given, f"({wanted},) {dtype}", _dtype_fix(name, given, dtype))
+                one_for_all = length is None and given.shape in ((), (1,)) and given.dtype is dtype
+                fix = per_row_fix(name) if one_for_all else _dtype_fix(name, given, dtype)
+                raise wrong(name, given, f"({wanted},) {dtype}", fix)
         elif wanted > 1 and not given.is_contiguous():
             raise wrong(name, given, "adjacent elements", f"{name}.contiguous()")
         found.append(given.data_ptr())
@@ -84,7 +86,7 @@ def _cells_reader(spec: OperandSpec) -> Reader:
         shape = given.shape
         if given.dtype is not dtype or len(shape) != 4 or shape[2] != heads or shape[3] != dim:
             wanted = f"(pages, page_size, {heads}, {dim}) {dtype}"
-            raise wrong(name, given, wanted, "view the cache so; see epicute.kv.KVPool")
+            raise wrong(name, given, wanted, cells_fix(name, tuple(shape), heads, dim))
         page, token, head, channel = given.stride()
         if channel != 1:
             raise wrong(name, given, "adjacent channels", "keep head_dim innermost")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from epicute.epilogues.arithmetic import Dequantize
 from epicute.epilogues.composition import Composition, compose
 from epicute.epilogues.policy import Policy
 from epicute.epilogues.resolve import Resolved, resolve
@@ -27,7 +28,7 @@ from epicute.gemm.schedule import (
 from epicute.gemm.stream_plan import streamed_bytes
 from epicute.jit import CompileKey, Target, modules_digest
 
-__all__ = ["GemmKernel", "GemmSpec", "kernel_for"]
+__all__ = ["GemmKernel", "GemmSpec", "default_dtype", "kernel_for"]
 
 LARGEST = 2**31 - 512
 """Most columns and deepest K: padded to whole tiles and vectors they stay in 32 bits."""
@@ -135,7 +136,7 @@ def kernel_for(
     *,
     n: int,
     k: int,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
     target: Target | str | None = None,
     schedule: Schedule | None = None,
     dtypes: Mapping[str, torch.dtype] | None = None,
@@ -148,7 +149,7 @@ def kernel_for(
     Args:
         composition: what to do with the accumulator.
         n: logical output features. k: reduction depth.
-        dtype: of A and B: bfloat16, float16 or float8_e4m3fn.
+        dtype: of A and B: bfloat16, float16 or float8_e4m3fn; by default ``default_dtype``'s.
         target: a Target, or text for ``Target.parse``; by default the current GPU's, or sm_90a without one.
         schedule: by default ``choose``'s.
         dtypes: operand dtypes other than the policies' own. alignments: bytes to assume of an operand's rows
@@ -166,6 +167,7 @@ def kernel_for(
             f"an integer from 1 to {LARGEST}",
             "give the weight's shape",
         )
+    dtype = default_dtype(composition) if dtype is None else dtype
     require(
         dtype in DTYPES,
         "dtype",
@@ -208,6 +210,15 @@ def kernel_for(
         schedule.check(problem, target)
         found = schedule
     return GemmKernel(GemmSpec(resolved, layout, problem, found), target)
+
+
+def default_dtype(composition: Composition) -> torch.dtype:
+    """Of A and B where nobody says: float8_e4m3fn where all begin with a ``Dequantize`` that takes weight scales, which
+    no other format has; else bfloat16.
+    """
+    heads = [policies[0] if policies else None for _, _, policies in composition.branches()]
+    scaled = all(isinstance(first, Dequantize) and first.weight is not None for first in heads)
+    return torch.float8_e4m3fn if scaled else torch.bfloat16
 
 
 def _target(given: Target | str | None) -> Target:

@@ -105,17 +105,20 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return cast_e4m3(x * inverse(scale)[:, None]), scale
 
 
-def quantize_tensor(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def quantize_tensor(x: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
     """Codes of ``x`` (any shape and strides) under one given scale.
 
     Args:
         x: float32, bfloat16 or float16.
-        scale: (1,) float32 on the device of ``x``, finite and positive; its value is not looked at,
-            so that nothing waits for the device.
+        scale: a number, or (1,) float32 on the device of ``x``; finite and positive. A tensor's
+            value is not looked at, so that nothing waits for the device.
 
     Raises:
-        ArgumentError: wrong dtype of ``x``, or ``scale`` is no (1,) float32 tensor.
+        ArgumentError: wrong dtype of ``x``, or ``scale`` is neither a finite positive number nor a
+            (1,) float32 tensor.
     """
+    if not isinstance(scale, torch.Tensor):
+        scale = _number(scale, x.device)
     require(
         scale.dtype == torch.float32 and scale.shape == (1,),
         "scale",
@@ -124,6 +127,18 @@ def quantize_tensor(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         "pass one FP32 scale for the tensor, or use quantize_rows",
     )
     return cast_e4m3(as_float32(x) * inverse(scale))
+
+
+def _number(scale: object, device: torch.device) -> torch.Tensor:
+    """(1,) float32 of a number on ``device``."""
+    require(
+        isinstance(scale, (int, float)) and 0 < scale <= torch.finfo(torch.float32).max,
+        "scale",
+        repr(scale),
+        "a finite number above 0, or a (1,) float32 tensor",
+        "pass the largest magnitude / 448, or use quantize_rows",
+    )
+    return torch.tensor([scale], dtype=torch.float32, device=device)
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

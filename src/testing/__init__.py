@@ -21,7 +21,7 @@ from epicute.testing.budgets import (
     ulp,
     ulp_distance,
 )
-from epicute.testing.check import Summary, check
+from epicute.testing.check import Summary, check, require_hypothesis
 from epicute.testing.poison import (
     Guarded,
     assert_fully_written,
@@ -60,6 +60,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """``strategies`` and ``Ranges`` need hypothesis: loaded when first asked for."""
+    if name in ("Ranges", "strategies"):
+        require_hypothesis(name)
     if name == "Ranges":
         from epicute.testing.draws import Ranges
 

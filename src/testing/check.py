@@ -12,6 +12,7 @@ that is reported is the smallest it found. Needs ``hypothesis`` (extra ``test``)
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ from epicute.epilogues import (
     compose,
 )
 from epicute.epilogues.reference import E4M3_MAX, round_to
-from epicute.errors import UnsupportedError, require
+from epicute.errors import ArgumentError, EpicuteError, UnsupportedError, require
 from epicute.testing.budgets import Budget, Errors, assert_within, float64, ulp
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def check(
             otherwise a dict with every output's name.
         examples: cases to draw.
         columns: N, or several to draw from; by default what the composition accepts out of 8 to 320.
+            M is drawn from 0 on.
         budget: allowed errors, for all outputs or by name. By default a rounding to the output's
             dtype, ``ARITHMETIC`` relative and a few FP32 ulps of the largest operand absolute;
             counters must be equal.
@@ -101,10 +103,11 @@ def check(
 
     Raises:
         AssertionError: a case outside the budget, with the output, the worst row and the case.
-        ArgumentError: the reference's parameters or results do not fit the operands, or ``ranges``
-            names an operand that there is not.
-        UnsupportedError: a CUDA device where there is none.
+        ArgumentError: the reference's parameters or results do not fit the operands, it raised on a
+            case, or ``ranges`` names an operand that there is not.
+        UnsupportedError: a CUDA device where there is none, or no hypothesis.
     """
+    require_hypothesis("check")
     import hypothesis
 
     from epicute.testing import draws
@@ -130,6 +133,7 @@ def check(
         deadline=None,
         database=None,
         print_blob=False,
+        report_multiple_bugs=False,  # one error, of the documented type, and not a group of them
         suppress_health_check=list(hypothesis.HealthCheck),
         phases=[p for p in hypothesis.Phase if p.name != "explain"],
     )
@@ -143,6 +147,18 @@ def check(
     every_case()
     print(summary)
     return summary
+
+
+def require_hypothesis(asked: str) -> None:
+    """Refuse ``asked`` where hypothesis is not installed."""
+    require(
+        importlib.util.find_spec("hypothesis") is not None,
+        f"epicute.testing.{asked}",
+        "no hypothesis, which draws the cases",
+        "the extra test",
+        "pip install -e '.[test]' in the checkout, or pip install hypothesis",
+        UnsupportedError,
+    )
 
 
 def _on_device(device: str | torch.device) -> bool:
@@ -234,7 +250,7 @@ def _bind_reference(
 
     def call(case: Case) -> dict[str, Any]:
         operands = {name: _wide(case.operands[name]) for name in given}
-        found = reference(case.acc.to(torch.float64), **operands)
+        found = _asked(reference, case, operands)
         if not isinstance(found, Mapping):
             require(
                 len(outputs) == 1,
@@ -254,6 +270,24 @@ def _bind_reference(
         return dict(found)
 
     return call
+
+
+def _asked(reference: Reference, case: Case, operands: Mapping[str, torch.Tensor]) -> Any:
+    """What the reference makes of a case; what it raises is told as the reference's."""
+    from hypothesis.errors import HypothesisException
+
+    try:
+        return reference(case.acc.to(torch.float64), **operands)
+    except (EpicuteError, HypothesisException):
+        raise
+    except Exception as error:
+        rows, columns = case.acc.shape
+        empty = "M = 0 is drawn too, where reshape cannot infer -1: name every dimension of it, or "
+        raise ArgumentError(
+            f"reference: got {type(error).__name__}: {' '.join(str(error).split())} on acc of shape "
+            f"({rows}, {columns}), expected values for any number of rows and every N that is drawn. "
+            f"Fix: {'' if rows else empty}pass columns=[…] with the N it is written for"
+        ) from error
 
 
 def _reference_result(name: str, given: Any, shape: tuple[int, ...]) -> np.ndarray:

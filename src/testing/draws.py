@@ -126,7 +126,8 @@ def legal_columns(
     if wanted is None and composition.columns is not None:
         wanted = [composition.columns.width]
     found, reason = [], ""
-    tried = list((COMPILED if compiled else CANDIDATES) if wanted is None else wanted)
+    standard = COMPILED if compiled else tuple(sorted({*CANDIDATES, *_of_groups(composition)}))
+    tried = list(standard if wanted is None else wanted)
     for count in tried:
         require(
             isinstance(count, int) and count > 0,
@@ -148,6 +149,12 @@ def legal_columns(
         "pass columns=[…]",
     )
     return found[:2] if compiled and wanted is None else found
+
+
+def _of_groups(composition: Composition) -> set[int]:
+    """Multiples of the groups that policies reduce over, which may be none of the standard list."""
+    policies = [policy for _, _, chain in composition.branches() for policy in chain]
+    return {n * over for policy in policies for n in (1, 3) if (over := getattr(policy, "over", 0))}
 
 
 def _scales() -> st.SearchStrategy[float]:

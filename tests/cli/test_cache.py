@@ -75,17 +75,26 @@ def test_list_shows_a_row_per_kernel(folder: Path, capsys: pytest.CaptureFixture
     assert total.endswith(f"in {folder}")
 
 
-def test_a_terminal_gets_short_columns(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("columns", [80, 100, 120, 200, 400])
+def test_a_terminal_gets_what_fits(
+    columns: int,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     put("gemm", epilogue=LONG, text="x" * 200)
+    put("attention.prefill", days=3, epilogue="Store", n=4096)
     assert main(["cache", "list"]) == 0
     assert "x" * 200 in capsys.readouterr().out
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", str(columns))
     assert main(["cache", "list"]) == 0
-    said = capsys.readouterr().out
-    assert f"{LONG[:60]}…  gemm" in said
-    assert f"text={'x' * 55}… " in said
+    *lines, _, _ = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert lines[1].startswith(LONG[:15])
+    assert ("fields" in lines[0]) == (columns > 100)
+    assert (LONG in lines[1]) == (columns == 400)
+    assert ("x" * 200 in lines[1]) == (columns == 400)
 
 
 def test_json_has_everything(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +136,7 @@ def test_clear_removes_all_or_the_unused(folder: Path, capsys: pytest.CaptureFix
     put("new")
     put("old", days=40)
     assert main(["cache", "clear", "--unused-for", "30"]) == 0
-    assert capsys.readouterr().out.startswith("1 kernels removed")
+    assert capsys.readouterr().out.startswith("1 kernel removed")
     assert [entry.kernel for entry in ObjectCache().entries()] == ["new"]
     assert main(["cache", "clear"]) == 0
     assert ObjectCache().entries() == []

@@ -6,13 +6,14 @@ import argparse
 import dataclasses
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
 
 from epicute.cli import demo
 from epicute.cli.layer import Job, jobs_of
-from epicute.errors import ArgumentError, UnsupportedError
+from epicute.errors import ArgumentError, UnsupportedError, require
 from epicute.jit.report import Report
 from epicute.models import smollm2
 from epicute.models.shapes import LayerShape
@@ -28,6 +29,7 @@ class TinyLayer:
     config = smollm2.Config(SHAPE, 1, 100, 1e4, 1e-5, 2048)
 
     def layer(self, index: int) -> Mapping[str, torch.Tensor]:
+        require(0 <= index < self.config.layers, "layer", index, "0 to 0", "pick a layer")
         generator = torch.Generator().manual_seed(index)
 
         def random(*shape: int) -> torch.Tensor:
@@ -61,6 +63,7 @@ def arguments(*given: str) -> argparse.Namespace:
 
 class FakePlan:
     report = REPORT
+    origin = "compiled"
 
 
 def fake_plan(job: Job) -> FakePlan:
@@ -134,7 +137,9 @@ class TestRun:
         text = capsys.readouterr().out
         assert "tiny, layer 0, 70 tokens" in text
         assert "RoPE(head_dim=32" in text
-        assert "registers      168" in text
+        assert "registers      168 at launch (24 and 240 once" in text
+        assert "registers of a thread at launch; 24 and 240 once the warpgroups" in text
+        assert "came from the cache" not in text
         lines = text.splitlines()
         start = next(i for i, line in enumerate(lines) if line.startswith("projection"))
         assert [line.split("  ")[0] for line in lines[start + 2 : start + 6]] == [
@@ -173,6 +178,43 @@ class TestRun:
     def test_a_short_prompt_is_refused(self) -> None:
         with pytest.raises(ArgumentError, match="got 2 tokens, expected at least 64"):
             demo.run(arguments("--prompt", "too short"), TinyLayer(), fake_plan)
+
+    def test_a_layer_that_there_is_not_is_refused_before_any_work(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The layers in front of it would run for seconds, and the message name the first one too many."""
+        monkeypatch.setattr(TinyLayer, "layer_inputs", lambda *_: pytest.fail("work was done"))
+        for layer in (99, -1):
+            with pytest.raises(ArgumentError, match=f"layer: got {layer}, expected 0 to 0"):
+                demo.run(arguments("--layer", str(layer)), TinyLayer(), fake_plan)
+        assert capsys.readouterr().out == ""
+
+    def test_it_says_where_code_comes_from(self, capsys: pytest.CaptureFixture[str]) -> None:
+        def cached(job: Job) -> FakePlan:
+            made = FakePlan()
+            made.origin = "disk"
+            return made
+
+        assert demo.run(arguments("--prompt", PROMPT), TinyLayer(), cached) == 0
+        assert capsys.readouterr().out.count("this code came from the cache on disk") == 4
+
+    def test_a_checkpoint_that_is_no_file(self, tmp_path: Path) -> None:
+        with pytest.raises(
+            ArgumentError, match=r"--checkpoint: got .*nope\.gguf.*Fix: leave it out"
+        ):
+            demo.run(arguments("--checkpoint", str(tmp_path / "nope.gguf")), planner=fake_plan)
+
+    def test_it_says_where_the_checkpoint_is(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        found = [None, tmp_path / "there.gguf"]
+        monkeypatch.setattr(smollm2, "locate", lambda: found.pop(0))
+        monkeypatch.setattr(smollm2, "model_folder", lambda: tmp_path)
+        monkeypatch.setattr(smollm2.Checkpoint, "open", TinyLayer)
+        assert demo.run(arguments("--prompt", PROMPT), planner=fake_plan) == 0
+        first, second, *_ = capsys.readouterr().out.splitlines()
+        assert first == f"fetching the checkpoint, 93 MB, into {tmp_path}"
+        assert second == f"checkpoint {tmp_path / 'there.gguf'}"
 
     def test_no_checkpoint(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def offline() -> None:

@@ -68,14 +68,15 @@ def gated(first, second, ctx):
     return ctx.max(first, 0.0) * second + ctx.mix * ctx.row
 
 
-@reducing(over=64, weight=RowVector)
+@reducing(over=64, ragged=True, weight=RowVector)
 def centred(x, ctx):
-    """x minus the mean of its 64 columns, and their largest."""
-    return (x - ctx.total(x) * (1.0 / 64)) * ctx.weight + ctx.largest(x)
+    """x minus the mean of its 64 columns, or of those that are left, and their largest."""
+    return (x - ctx.mean(x)) * ctx.weight + ctx.largest(x)
 
 
 @tap(
     over=64,
+    ragged=True,
     sums=PartialsOutput(over=64),
     copy=Output(dtype=torch.float16),
     large=Counter,

@@ -204,6 +204,13 @@ class TestOperands:
 
 
 ROPE, KV = RoPE(64), PlaceKV(64)
+
+
+def plain_function(x, ctx):
+    """Not a policy yet."""
+    return x
+
+
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "second pair": (lambda: SwiGLU() >> SwiGLU(), r"SwiGLU >> SwiGLU: got a second pairwise"),
     "pair after heads": (lambda: ROPE >> SwiGLU(), r"RoPE >> SwiGLU: got a pair of halves after"),
@@ -232,7 +239,26 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: compose(Bias(), Columns(q=(64, Store(BF16))), Bias(name="b")),
         r"Columns >> Bias: got a policy after the ranges",
     ),
-    "a function": (lambda: Bias() >> scaled, r"expected a policy, .*call the policy"),
+    "a function": (
+        lambda: Bias() >> scaled,
+        r"got scaled, which is not called, expected a policy, .*call the policy, as scaled\(factor=…\)",
+    ),
+    "a function first": (lambda: scaled >> Bias(), r"got scaled, .*as scaled\(factor=…\)"),
+    "a class first": (lambda: Bias >> Store(BF16), r"got Bias, .*call the policy, as Bias\(\)"),
+    "a class before a composition": (lambda: Bias >> compose(Store(BF16)), r"got Bias, which"),
+    "a function before ranges": (
+        lambda: scaled >> Columns(q=(64, Store(BF16))),
+        r"got scaled, which is not called",
+    ),
+    "a number first": (lambda: 3 >> Bias(), r">>: got 3, expected a policy.*join policies alone"),
+    "after ranges alone": (
+        lambda: Columns(q=(64, Store(BF16))) >> Store(BF16),
+        r"Columns >> Store: got a policy after the ranges.*put Store inside each range",
+    ),
+    "a plain function": (
+        lambda: Bias() >> plain_function,
+        r"got plain_function, .*make one of the function with @policy above def plain_function",
+    ),
     "a number": (lambda: Bias() >> 3, r">>: got 3, expected a policy"),
     "range without width": (lambda: Columns(q=Store(BF16)), r"Columns\(q=…\): got .*\(width, ch"),
     "ranges in ranges": (
@@ -247,7 +273,8 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "one name twice": (
         lambda: Bias() >> Gain() >> Bias(),
-        r"operand 'bias': got used by Bias as RowVector.*and by Bias.*name='second'",
+        r"operand 'bias': got used by Bias as RowVector.*and by Bias.*, expected a name for each. "
+        r"Fix: name one of them: Bias\(…, name='second'\), whose operands then begin with second_",
     ),
     "one name, two kinds": (
         lambda: Dequantize("row") >> another_scale(),

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from epicute import Target, kernel_for
 from epicute.epilogues import (
     Cells,
+    Columns,
     ColumnVector,
     Counter,
     Dequantize,
     Elementwise,
+    EmitFP8,
     HeadNorm,
     HeadVector,
     Matrix,
@@ -34,14 +38,16 @@ from epicute.epilogues import (
     Scalar,
     Slots,
     Store,
+    SumSquares,
     SwiGLU,
+    compose,
     pairwise,
     policy,
     reducing,
     tap,
 )
 from epicute.epilogues.operands import as_operand
-from epicute.errors import ArgumentError, CompositionError, EpicuteError
+from epicute.errors import ArgumentError, CompositionError, EpicuteError, KeyingError
 from epicute.jit import compile
 from tests.epilogues.emulator import emulate
 from tests.epilogues.model import assert_same, noise
@@ -224,11 +230,25 @@ MISDECLARED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "reducing of operands alone": (lambda: reducing(gain=RowVector), r"over: got nothing"),
     "reducing over less": (lambda: reducing(over=-64), r"over: got -64"),
+    "reducing over nought": (lambda: reducing(over=0), r"reducing: over: got 0, expected"),
+    "reducing over a text": (lambda: reducing(over="64"), r"reducing: over: got '64'"),
+    "reducing over no head": (lambda: reducing(over=20), r"over: got 20, .*a multiple of 16"),
+    "a tap over no head": (lambda: tap(over=20), r"tap: over: got 20, .*@tap\(over=64\)"),
     "a kind by position": (lambda: policy(RowVector), r"policy body: got <class .*RowVector"),
     "a number by position": (lambda: tap(64), r"policy body: got 64, expected a function"),
     "no kind": (lambda: policy(bias=torch.float32)(body), r"operand kind: got torch.float32"),
     "pairs": (lambda: pairwise(pairs="adjacent"), r"pairs: got adjacent, expected 'halves' or"),
     "unknown field": (lambda: full(cap=1.0, gian=2.0), r"full: got field 'gian', expected cap, ga"),
+    "a text for a number": (
+        lambda: full(cap="1"),
+        r"full: cap: got '1' of type str, expected float, as the body annotates it",
+    ),
+    "truth for a number": (lambda: full(cap=True), r"full: cap: got True of type bool"),
+    "a tensor for a number": (
+        lambda: full(cap=torch.ones(1)),
+        r"full: cap: got a tensor as a field.*@policy\(cap=RowVector\)",
+    ),
+    "an array for a number": (lambda: full(cap=np.ones(1)), r"full: cap: got an array as a field"),
     "missing field": (lambda: full(), r"full: cap: got nothing, expected a value. Fix: call full"),
     "dtype of a kind": (lambda: Scalar(dtype=torch.int64), r"Scalar.dtype: got torch.int64"),
     "Dequantize": (
@@ -249,6 +269,10 @@ MISDECLARED: dict[str, tuple[Callable[[], Any], str]] = {
         r"PlaceKV.dtype: got torch.float32, expected torch.b",
     ),
     "Store": (lambda: Store(torch.float64), r"Store.dtype: got torch.float64"),
+    "Store of a name": (
+        lambda: Store("bf16"),
+        r"Store.dtype: got 'bf16', .*Fix: write torch.bfloat16",
+    ),
 }
 
 
@@ -372,6 +396,14 @@ def returns_two(x, ctx):
     return x, x
 
 
+def keeps_both(first, second, ctx):
+    return second, first
+
+
+def largest_in_python(x, ctx):
+    return max(x, 0.0)
+
+
 def one_of_two(first, second, ctx):
     return first
 
@@ -435,15 +467,23 @@ WRONG_BODIES: dict[str, tuple[Any, str]] = {
     "read of an output": (tap(out_values=OUT)(reads_output), r"ctx.out_values: got a read of Out"),
     "undeclared output": (tap(copy_=OUT)(stores_elsewhere), r"'copy': got None, expected a decl"),
     "store to a vector": (tap(bias=RowVector)(stores_vector), r"'bias': got RowVector.* Output"),
-    "branch": (policy(branches), r"a branch on a value.*ctx.where"),
-    "float": (policy(converts), r"a conversion of a value to a Python float"),
-    "arguments": (policy(too_few), r"ctx.where: got 2 arguments, expected 3"),
+    "branch": (policy(branches), r"^branches: body: got a branch on a value.*ctx.where"),
+    "Python's max": (policy(largest_in_python), r"a branch .*max\(a, b\) is ctx.max\(a, b\)"),
+    "float": (policy(converts), r"^converts: body: got a conversion of a value to a Python float"),
+    "arguments": (policy(too_few), r"^too_few: body: ctx.where: got 2 arguments, expected 3"),
     "sum without a group": (policy(sums_alone), r"ctx.total: got a policy without a group"),
     "sum in a tap without one": (tap()(sums_alone), r"@reducing\(over=64\) or @tap\(over=64\)"),
     "no result": (policy(returns_nothing), r"returns_nothing: body: got a result of NoneType"),
     "a number": (policy(returns_number), r"returns_number: body: got a result of float"),
     "two results": (policy(returns_two), r"result of Value, Value, expected one value"),
-    "power": (policy(squares), r"got \*\* on a value, expected .*sqrt.*Fix: write x \* x"),
+    "two results of a pair": (
+        pairwise(keeps_both),
+        r"keeps_both: body: got a result of Value, Value.*Fix: say @pairwise\(keeps=True, head_dim",
+    ),
+    "power": (
+        policy(squares),
+        r"^squares: body: got \*\* on a value, expected .*sqrt.*Fix: write x \* x",
+    ),
     "power of a number": (policy(cubes), r"got \*\* on a value"),
     "modulo": (policy(wraps), r"got % on a value.*write x - y \* ctx.floor\(x / y\)"),
     "floor division": (policy(floors), r"got // on a value.*write ctx.floor\(x / y\)"),
@@ -452,7 +492,10 @@ WRONG_BODIES: dict[str, tuple[Any, str]] = {
     "rounding": (policy(rounds), r"got round\(\) on a value"),
     "int": (policy(truncates), r"got a conversion to int on a value"),
     "torch": (policy(in_torch), r"got torch's relu of a value.*Fix: write ctx.max\(x, 0.0\)"),
-    "numpy": (policy(in_numpy), r"got np.exp of a value, .*Fix: write ctx.exp\(…\)"),
+    "numpy": (
+        policy(in_numpy),
+        r"^in_numpy: body: got np.exp of a value, .*Fix: write ctx.exp\(…\)",
+    ),
     "numpy's where": (policy(chosen_in_numpy), r"got np.where of a value.*write ctx.where"),
     "an array": (policy(as_array), r"got a conversion of a value to an array"),
     "an operation there is not": (
@@ -487,6 +530,25 @@ def test_numbers_stand_for_operands_of_one_element(given: Any) -> None:
         made.evaluate(noise(2, 64), one=given, row=given)
 
 
+def test_one_number_for_all_rows_is_told_of_the_tensor_scale() -> None:
+    fused = Dequantize("row") >> Store(F32)
+    for one in (1.0, torch.ones(1)):
+        with pytest.raises(ArgumentError, match=r"scale: got shape .*write Dequantize\('tensor'\)"):
+            fused.evaluate(noise(3, 64), scale=one, weight_scale=torch.ones(64))
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), 0])
+def test_a_number_that_is_no_scale_is_refused(bad: float) -> None:
+    x = noise(3, 64)
+    with pytest.raises(ArgumentError, match=rf"out_scale: got {bad}, expected a finite number"):
+        EmitFP8().evaluate(x, out_scale=bad)
+    with pytest.raises(ArgumentError, match=rf"scale: got {bad}, expected a finite number"):
+        (Dequantize("tensor", None) >> Store(F32)).evaluate(x, scale=bad)
+    assert EmitFP8().evaluate(x, out_scale=torch.tensor([float(bad)])), (
+        "whose value is not looked at"
+    )
+
+
 def test_numpy_scalars_are_numbers() -> None:
     @policy
     def scaled(x, ctx):
@@ -504,6 +566,32 @@ def writes_one(x, ctx):
     """Writes one of two."""
     ctx.store("copy", x)
     return x
+
+
+def skips_bias(x, ctx, *, shifted: bool = False):
+    """Reads an operand where a field says so."""
+    return x + ctx.bias if shifted else x
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        policy(bias=RowVector)(passes),
+        tap(bias=RowVector)(passes),
+        policy(bias=RowVector)(skips_bias),
+    ],
+)
+def test_what_is_declared_is_read(make: Any) -> None:
+    message = rf"{make().title}: operand 'bias': got RowVector.* does not read.*Fix: use ctx.bias"
+    with pytest.raises(CompositionError, match=message):
+        evaluate(make(), bias=torch.ones(64))
+    with pytest.raises(CompositionError, match=message):
+        emulate(make() >> Store(F32), noise(3, 64), {"bias": torch.ones(64)})
+
+
+def test_slots_are_read_by_the_cells_that_name_them() -> None:
+    cells = torch.zeros(1, 16, 1, 64, dtype=torch.float16)
+    keep().evaluate(noise(3, 64), cells=cells, slots=torch.arange(3))
 
 
 FORGOTTEN: dict[str, tuple[Any, str]] = {
@@ -546,3 +634,173 @@ def test_kinds_by_class_or_by_value() -> None:
     assert as_operand(Matrix(dtype=F32)).dtype == F32
     with pytest.raises(ArgumentError, match="operand kind"):
         as_operand(3)  # type: ignore[arg-type]
+
+
+@policy
+def annotated(
+    x,
+    ctx,
+    *,
+    count: int = 1,
+    scale: float = 1.0,
+    on: bool = True,
+    how: str = "so",
+    kept: torch.dtype = BF16,
+    some: tuple[int, ...] = (1,),
+    pair: tuple[int, float] = (1, 1.0),
+    least: float | None = None,
+    mode: Literal["a", "b"] = "a",
+    anything=1,
+):
+    """A field of every type that one may have."""
+    return x * (scale * count)
+
+
+class TestFields:
+    """A value that a kernel cannot hold, or that the annotation contradicts, is refused where it is given."""
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {"count": 2},
+            {"scale": 2},
+            {"scale": 2.5},
+            {"on": False},
+            {"how": "else"},
+            {"kept": F32},
+            {"some": ()},
+            {"some": (1, 2, 3)},
+            {"pair": (1, 2)},
+            {"least": 0.5},
+            {"least": None},
+            {"mode": "b"},
+            {"anything": "text"},
+            {"anything": (1, "two")},
+        ],
+    )
+    def test_taken(self, given: dict[str, Any]) -> None:
+        assert dict(annotated(**given).parameters) | given == dict(annotated(**given).parameters)
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {"count": 2.0},
+            {"count": True},
+            {"scale": "2"},
+            {"scale": None},
+            {"scale": np.float32(2.0)},
+            {"on": 1},
+            {"how": 3},
+            {"kept": "bf16"},
+            {"some": [1]},
+            {"some": (1, 2.0)},
+            {"pair": (1,)},
+            {"least": "none"},
+            {"mode": "c"},
+            {"anything": torch.ones(1)},
+            {"count": np.ones(2)},
+        ],
+        ids=str,
+    )
+    def test_refused_by_name(self, given: dict[str, Any]) -> None:
+        (name,) = given
+        with pytest.raises(EpicuteError, match=rf"^annotated: {name}: got .*expected .*Fix: "):
+            annotated(**given)
+
+    def test_a_tensor_in_a_class_is_refused_at_composition(self) -> None:
+        @dataclass(frozen=True)
+        class Scaled(Elementwise):
+            by: Any = 1.0
+
+            def apply(self, x, ctx):
+                return x * self.by
+
+        with pytest.raises(CompositionError, match="Scaled: by: got a tensor as a field"):
+            Scaled(torch.ones(1)) >> Store(F32)
+
+    def test_what_cannot_be_keyed_is_named(self) -> None:
+        fused = annotated(anything=frozenset((1, 2))) >> Store(F32)
+        with pytest.raises(KeyingError, match=r"annotated: field 'anything': got frozenset"):
+            fused.key()
+
+
+@reducing(over=32, ragged=True)
+def centred(x, ctx):
+    """x less the mean of its group."""
+    return x - ctx.mean(x)
+
+
+@tap(over=64, ragged=True, sums=PartialsOutput(over=64))
+def means(x, ctx):
+    """The mean of each group."""
+    ctx.partials("sums", ctx.mean(x))
+
+
+class TestRaggedGroups:
+    """A last group that is not whole: refused unless the policy says that it knows, and then right."""
+
+    @given(columns=st.integers(1, 300), over=st.sampled_from((32, 64, 128)))
+    def test_whole_groups_or_none(self, columns: int, over: int) -> None:
+        def body(x, ctx):
+            return x * (1.0 / over) * ctx.total(x)
+
+        fused = reducing(over=over)(body)() >> Store(F32)
+        if columns % over == 0:
+            fused.row_order(columns)
+            return
+        left = columns % over
+        said = rf"body: got {columns} columns in groups of {over}, the last of which has {left}, .*ragged=True"
+        with pytest.raises(CompositionError, match=said):
+            fused.row_order(columns)
+        (reducing(over=over, ragged=True)(body)() >> Store(F32)).row_order(columns)
+
+    def test_taps_and_the_last_range_too(self) -> None:
+        whole = tap(over=64, sums=PartialsOutput(over=64))(sums_of_group)
+        with pytest.raises(CompositionError, match="96 columns in groups of 64"):
+            (whole() >> Store(F32)).row_order(96)
+        with pytest.raises(CompositionError, match="80 columns in groups of 64"):
+            compose(Columns(a=(64, whole() >> Store()), b=(80, whole() >> Store()))).row_order(144)
+        assert SumSquares.ragged, "whose last sum is of what is left, by definition"
+
+    @given(columns=st.integers(1, 200), rows=st.integers(0, 4))
+    def test_a_mean_is_of_the_columns_that_there_are(self, columns: int, rows: int) -> None:
+        x = noise(rows, columns)
+        groups = x.double().split(32, dim=1)
+        wanted = torch.cat([g - g.mean(dim=1, keepdim=True) for g in groups], dim=1)
+        fused = centred() >> Store(F32)
+        found = fused.evaluate(x)["out"]
+        assert torch.allclose(found.double(), wanted, rtol=0, atol=1e-5)
+        assert_same(emulate(fused, x, {})["out"], found)
+        sums = means().evaluate(x)["sums"]
+        wanted = torch.stack([g.mean(dim=1) for g in x.double().split(64, dim=1)], dim=1)
+        assert torch.allclose(sums.double(), wanted, rtol=0, atol=1e-5)
+
+    def test_a_mean_of_whole_groups_is_the_total_by_their_width(self) -> None:
+        def by_hand(x, ctx):
+            return x - ctx.total(x) * (1.0 / 96)
+
+        def by_name(x, ctx):
+            return x - ctx.mean(x)
+
+        one, other = (evaluate(reducing(over=96)(f)(), 192) for f in (by_hand, by_name))
+        assert_same(one, other)
+
+    def test_a_mean_needs_a_group(self) -> None:
+        def alone(x, ctx):
+            return ctx.mean(x)
+
+        with pytest.raises(CompositionError, match="alone: ctx.mean: got a policy without a group"):
+            evaluate(policy(alone)())
+
+    @pytest.mark.compile
+    @pytest.mark.parametrize("columns", [192, 200])
+    def test_both_compile(self, columns: int) -> None:
+        fused = centred() >> means() >> Store(F32)
+        kernel = kernel_for(fused, n=columns, k=64, dtype=BF16, target=Target("sm_90a"))
+        report = compile(kernel).report
+        assert report.spill_stores == report.spill_loads == 0
+
+
+def sums_of_group(x, ctx):
+    """Writes the group's sum."""
+    ctx.partials("sums", ctx.total(x))

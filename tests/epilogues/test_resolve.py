@@ -25,6 +25,7 @@ from epicute.epilogues import (
     compose,
 )
 from epicute.epilogues.resolve import Resolved, ResolvedRange, resolve
+from epicute.errors import CompositionError
 from tests.epilogues.compositions import compositions
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -194,3 +195,16 @@ def test_the_order_does_not_depend_on_what_does_not_pair() -> None:
     one = compose(RoPE(64) >> Store(BF16)).row_order(192)
     other = (Dequantize() >> HeadNorm(64) >> RoPE(64) >> PlaceKV(64)).row_order(192)
     assert one == other
+
+
+@pytest.mark.parametrize("activation", ["row", "tensor", None])
+def test_scales_of_the_weight_stand_before_a_pair_becomes_one(activation: str | None) -> None:
+    late = SwiGLU() >> Dequantize(activation) >> Store(BF16)
+    said = r"SwiGLU >> Dequantize: got a scale per weight column on 64 values.*put Dequantize first"
+    with pytest.raises(CompositionError, match=said):
+        late.row_order(128)
+    for other in ("tensor", None):
+        (SwiGLU() >> Dequantize(activation, other) >> Store(BF16)).row_order(128)
+    (Dequantize(activation) >> SwiGLU() >> Store(BF16)).row_order(128)
+    with pytest.raises(CompositionError, match="SwiGLU >> Dequantize"):
+        compose(Columns(a=(64, Store(BF16)), b=(128, late))).row_order(192)

@@ -52,13 +52,13 @@ def sheared(first, second, ctx):
     return first, second + first * ctx.turn
 
 
-@reducing(over=64, pull=Scalar)
+@reducing(over=64, ragged=True, pull=Scalar)
 def centred(x, ctx):
-    """x less pull times the sum of its 64 columns."""
-    return x - ctx.total(x) * ctx.pull
+    """x less pull times the mean of its 64 columns, or of those that are left."""
+    return x - ctx.mean(x) * ctx.pull
 
 
-@reducing(over=128, low=RowVector)
+@reducing(over=128, ragged=True, low=RowVector)
 def clipped_to_largest(x, ctx):
     """The largest of 128 columns where x exceeds low, else x."""
     return ctx.where(x > ctx.low, ctx.largest(x), x)
@@ -66,6 +66,7 @@ def clipped_to_largest(x, ctx):
 
 @tap(
     over=32,
+    ragged=True,
     peaks=PartialsOutput(over=32),
     top=Maximum,
     above=Counter,

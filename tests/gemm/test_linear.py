@@ -19,6 +19,7 @@ from epicute.epilogues import (
     EmitFP8,
     PlaceKV,
     ResidualAdd,
+    RowScale,
     Store,
     SumSquares,
     SwiGLU,
@@ -368,3 +369,87 @@ def test_a_weight_given_transposed_is_what_it_shows() -> None:
     packed = Weight(values.T).quantize("bf16").pack(compose(Store(BF16)).row_order(N))
     x = integers(M, K).to(BF16)
     assert torch.equal(linear(x, packed, Store(torch.float32)), x.float() @ values)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1, float("nan"), float("inf")])
+def test_a_number_that_is_no_scale_is_refused(bad: float) -> None:
+    chain = Dequantize() >> EmitFP8()
+    packed = weight(chain, N, K, "fp8")
+    x = integers(M, K).to(FP8)
+    for name in ("out_scale", "scale"):
+        given = {"scale": 1.0, "out_scale": 1.0, name: bad}
+        with pytest.raises(ArgumentError, match=rf"^{name}: got {bad}, expected a finite number"):
+            linear(x, packed, chain, **given)
+
+
+def test_one_number_for_all_rows_is_told_of_the_tensor_scale() -> None:
+    chain = Dequantize("row") >> Store(BF16)
+    packed = weight(chain, N, K, "fp8")
+    said = r"scale: got the number 1.0, expected ColumnVector.* of shape \(5,\).*Dequantize\('tensor'\)"
+    with pytest.raises(ArgumentError, match=said):
+        linear(integers(M, K).to(FP8), packed, chain, scale=1.0)
+    with pytest.raises(ArgumentError, match=r"weight_scale: got the number 2, expected RowVector"):
+        linear(integers(M, K).to(FP8), packed, chain, scale=torch.ones(M), weight_scale=2)
+
+
+def test_a_weight_without_scales_is_told_of_dequantize() -> None:
+    chain = Dequantize("row") >> Store(BF16)
+    packed = weight(chain, N, K)
+    x = integers(M, K).to(BF16)
+    said = (
+        r"weight_scale: got nothing, and .* has no scales, as its format is bf16.*drop Dequantize"
+    )
+    with pytest.raises(ArgumentError, match=said):
+        linear(x, packed, chain, scale=torch.ones(M))
+    given = {"scale": torch.ones(M), "weight_scale": torch.ones(N)}
+    assert linear(x, packed, chain, **given).shape == (M, N), "scales of one's own will do"
+
+
+def test_the_fix_for_x_is_of_what_is_wrong_with_it() -> None:
+    chain = compose(Store(BF16))
+    packed = weight(chain, N, K)
+    with pytest.raises(ArgumentError, match=r"Fix: the weight reads 64 features"):
+        linear(integers(M, K - 1).to(BF16), packed, chain)
+    with pytest.raises(ArgumentError, match=r"Fix: quantise x"):
+        linear(integers(M, K), packed, chain)
+
+
+@pytest.mark.parametrize("width", [K - 1, K + 8, 2 * K])
+def test_a_row_factor_of_another_width_is_refused(width: int) -> None:
+    """The partial sums are of the row that is multiplied, which has K columns; no padding counts."""
+    chain = RowScale(width) >> Columns(a=(N, Store(BF16)))
+    packed = weight(chain, N, K)
+    said = rf"RowScale.width: got {width}, expected 64, the K of .*RowScale\(width=64, …\)"
+    with pytest.raises(ArgumentError, match=said):
+        linear(integers(M, K).to(BF16), packed, chain, sumsq=torch.ones(M, -(-width // 64)))
+    with pytest.raises(ArgumentError, match=said):
+        plan(chain, packed)
+
+
+def test_a_row_factor_is_of_k_and_not_of_the_padded_rows() -> None:
+    chain = RowScale(60) >> Store(BF16)
+    packed = weight(chain, N, 60)
+    assert packed.pitch == 64
+    assert linear(integers(M, 60).to(BF16), packed, chain, sumsq=torch.ones(M, 1)).shape == (M, N)
+
+
+@pytest.mark.parametrize(
+    ("shape", "fix"),
+    [
+        ((4, 3, 16, 64), r"pass cells=cache.transpose\(1, 2\)"),
+        ((4, 16, 2, 64), "HND: cache.transpose"),
+        ((4, 16, 3, 32), "HND: cache.transpose"),
+        ((4, 16, 192), "HND: cache.transpose"),
+    ],
+)
+def test_kv_11_a_cache_of_another_layout_is_refused_by_name(
+    shape: tuple[int, ...], fix: str
+) -> None:
+    chain = compose(PlaceKV(64))
+    packed = weight(chain, N, K)
+    given = {"cells": torch.zeros(shape, dtype=BF16), "slots": torch.arange(M)}
+    said = rf"cells: got shape .*expected Cells.* of shape \(pages, page_size, 3, 64\).*{fix}"
+    with pytest.raises(ArgumentError, match=said):
+        linear(integers(M, K).to(BF16), packed, chain, **given)
+    with pytest.raises(ArgumentError, match=said):
+        chain.evaluate(integers(M, N), **given)

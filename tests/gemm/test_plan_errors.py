@@ -17,6 +17,7 @@ import epicute
 from epicute.epilogues import (
     Bias,
     Columns,
+    Dequantize,
     PlaceKV,
     ResidualAdd,
     Store,
@@ -462,3 +463,34 @@ def test_two_outputs_in_one_place_are_refused() -> None:
     launch.operands[second] = launch.operands[first]
     with pytest.raises(ArgumentError, match=r"got .*expected memory apart from .*Fix: allocate"):
         launch.bind()
+
+
+def test_a_weight_without_scales_is_told_of_dequantize() -> None:
+    launch = Launch(OUT)
+    del launch.operands["weight_scale"]
+    launch.refused("weight_scale", "got nothing, and w has no scales, as its format is bf16.*drop")
+
+
+@pytest.mark.parametrize(
+    ("x", "fix"),
+    [
+        (torch.zeros(M, K + 1, dtype=BF16), "the weight reads 64 features"),
+        (torch.zeros(M, K, dtype=FP16), "quantise x"),
+        (torch.zeros(1, M, K, dtype=BF16), r"flatten it: x.reshape\(-1, 64\)"),
+    ],
+)
+def test_the_fix_for_x_is_of_what_is_wrong_with_it(x: torch.Tensor, fix: str) -> None:
+    launch = Launch(Store(BF16))
+    launch.x = x
+    launch.refused("x", f"Fix: {fix}")
+
+
+def test_one_scale_for_all_rows_is_told_of_the_tensor_scale() -> None:
+    launch = Launch(Dequantize("row") >> Store(BF16), FP8, "fp8")
+    launch.operands["scale"] = torch.ones(1)
+    launch.refused("scale", r"write Dequantize\('tensor'\)")
+
+
+def test_a_cache_with_heads_before_tokens_is_told_of_the_view(qkv: Launch) -> None:
+    qkv.operands["k_cells"] = torch.zeros(3, 1, 16, 64, dtype=BF16)
+    qkv.refused("k_cells", r"pass k_cells=cache.transpose\(1, 2\)")

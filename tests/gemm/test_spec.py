@@ -14,7 +14,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epicute.epilogues import ResidualAdd, RowVector, Store, SwiGLU, policy
+from epicute.epilogues import (
+    Bias,
+    Columns,
+    Dequantize,
+    ResidualAdd,
+    RowVector,
+    Store,
+    SwiGLU,
+    policy,
+)
 from epicute.errors import ArgumentError, CompositionError, UnsupportedError
 from epicute.gemm import GemmKernel, Schedule, explain, kernel_for, plan
 from epicute.gemm.explain import TRADED, describe, report_text
@@ -125,7 +134,7 @@ def test_half_a_pair_is_refused() -> None:
         ({"dtype": "bf16"}, r"dtype: got 'bf16' \(str\).*Fix: write dtype=torch.bfloat16"),
         ({"dtype": "torch.float16"}, r"\(str\).*Fix: write dtype=torch.float16"),
         ({"dtype": "fp8"}, r"\(str\).*Fix: write dtype=torch.float8_e4m3fn"),
-        ({"dtype": None}, r"dtype: got None \(NoneType\).*Fix: convert"),
+        ({"dtype": 16}, r"dtype: got 16 \(int\).*Fix: convert"),
         ({"n": "256"}, r"n: got '256' \(str\), expected an integer"),
         ({"k": True}, r"k: got True \(bool\), expected an integer"),
         ({"expected_m": 2.0}, r"expected_m: got 2.0 \(float\), expected a number of rows"),
@@ -192,3 +201,26 @@ def test_explain_twice_comes_from_memory() -> None:
     first, again = (explain(Store(BF16), 256, 128) for _ in range(2))
     assert "before; this code came from this process's memory" in again
     assert first.splitlines()[0] == again.splitlines()[0]
+
+
+SCALED = Dequantize("row") >> Store(BF16)
+
+
+@pytest.mark.parametrize(
+    ("composition", "dtype"),
+    [
+        (SCALED, FP8),
+        (Dequantize() >> Columns(a=(128, Store(BF16)), b=(128, Store(BF16))), FP8),
+        (Columns(a=(128, SCALED), b=(128, SCALED)), FP8),
+        (Columns(a=(128, SCALED), b=(128, Store(BF16))), BF16),
+        (Store(BF16), BF16),
+        (Dequantize("row", None) >> Store(BF16), BF16),
+        (Bias() >> SCALED, BF16),
+    ],
+    ids=str,
+)
+def test_without_a_dtype_the_composition_decides(composition: Any, dtype: torch.dtype) -> None:
+    """As ``epicute compile`` does: weight scales come with FP8 alone."""
+    made = kernel_for(composition, n=256, k=128)
+    assert made.spec.problem.dtype == dtype
+    assert made.key == kernel_for(composition, n=256, k=128, dtype=dtype).key

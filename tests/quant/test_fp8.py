@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -22,6 +24,7 @@ from epicute.quant import (
     reference,
     scale_for,
 )
+from epicute.testing import assert_equal_bits
 
 ALL_CODES = np.arange(256, dtype=np.uint8)
 FINITE = np.array([c for c in range(256) if c & 0x7F != 0x7F], np.uint8)
@@ -275,3 +278,12 @@ def test_no_rows_give_no_codes() -> None:
     codes, scale = quantize_rows(torch.zeros(0, 8))
     assert codes.shape == (0, 8)
     assert scale.shape == (0,)
+
+
+def test_a_number_will_do_for_the_scale_of_a_tensor() -> None:
+    x = torch.randn(5, 7)
+    by_tensor = quantize_tensor(x, torch.tensor([0.05]))
+    assert_equal_bits(quantize_tensor(x, 0.05), by_tensor)
+    for bad in (0.0, -1.0, math.nan, math.inf, 1e39, "1", None):
+        with pytest.raises(ArgumentError, match="scale: got .*expected a finite number above 0"):
+            quantize_tensor(x, bad)  # type: ignore[arg-type]

@@ -4,16 +4,20 @@ in the message.
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
 
+from epicute import testing
 from epicute.epilogues import (
     Bias,
     ColumnVector,
     Counter,
+    HeadNorm,
     Matrix,
     Output,
     PartialsOutput,
@@ -28,7 +32,7 @@ from epicute.epilogues import (
     tap,
 )
 from epicute.errors import ArgumentError, CompositionError, UnsupportedError
-from epicute.testing import EXACT, Budget, Ranges, check
+from epicute.testing import EXACT, Budget, Ranges, check, draws
 
 
 @policy
@@ -100,6 +104,19 @@ class TestPasses:
             return (groups - groups.mean(dim=2, keepdim=True)).reshape(x.shape)
 
         check(centred(), mean_of_64, columns=[64, 128])
+
+    def test_groups_are_whole_by_default(self) -> None:
+        """Only widths that a reference with groups can take are drawn; a head's own if no other fits."""
+
+        def mean_of_64(x: torch.Tensor) -> torch.Tensor:
+            groups = x.reshape(len(x), x.shape[1] // 64, 64)
+            return (groups - groups.mean(dim=2, keepdim=True)).reshape(x.shape)
+
+        check(centred(), mean_of_64)
+        whole = draws.legal_columns(HeadNorm(112) >> Store(torch.float32), None)
+        assert whole == [112, 336]
+        ragged = draws.legal_columns(SumSquares() >> Store(torch.float32), None)
+        assert {8, 64, 72, 200} <= set(ragged)
 
     def test_several_outputs_and_start_values(self) -> None:
         def reference(x: torch.Tensor, large: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -239,6 +256,53 @@ class TestRefusals:
         )
         with pytest.raises(ArgumentError, match=message):
             check(soft_cap(cap=30.0), returned, columns=64)
+
+    def test_a_reference_that_raises_is_told_as_the_references(self) -> None:
+        def of_whole_groups(x):
+            return (x.reshape(len(x), -1, 64) - x.reshape(len(x), -1, 64).mean(2, True)).reshape(
+                x.shape
+            )
+
+        said = r"reference: got RuntimeError: .* on acc of shape \(0, 64\).*M = 0 is drawn too"
+        with pytest.raises(ArgumentError, match=said) as caught:
+            check(centred(), of_whole_groups)
+        assert isinstance(caught.value.__cause__, RuntimeError)
+
+        def of_one_width(x):
+            return torch.tanh(x) + torch.zeros(8)
+
+        with pytest.raises(ArgumentError, match=r"\(\d+, \d+\), .*pass columns=\[…\]"):
+            check(soft_cap(cap=1.0), of_one_width)
+
+    def test_one_error_where_two_things_are_wrong(self) -> None:
+        """A group of exceptions would be neither of the documented types."""
+
+        def wrong_or_raising(x):
+            return x + torch.zeros(8)
+
+        for _ in range(3):
+            with pytest.raises((AssertionError, ArgumentError)):
+                check(soft_cap(cap=1.0), wrong_or_raising)
+
+    def test_assumptions_of_a_reference_are_hypothesis_own(self) -> None:
+        def not_all_zero(x):
+            hypothesis.assume(bool((x != 0).any()) or not len(x))
+            return torch.tanh(x)
+
+        assert check(soft_cap(cap=1.0), not_all_zero, examples=20).cases >= 20
+
+    def test_without_hypothesis(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        find = importlib.util.find_spec
+        monkeypatch.setattr(
+            importlib.util,
+            "find_spec",
+            lambda name, *rest: None if name == "hypothesis" else find(name, *rest),
+        )
+        said = r"epicute.testing.{}: got no hypothesis.*Fix: pip install -e '.\[test\]'"
+        with pytest.raises(UnsupportedError, match=said.format("check")):
+            check(soft_cap(cap=1.0), torch.tanh)
+        with pytest.raises(UnsupportedError, match=said.format("Ranges")):
+            _ = testing.Ranges
 
     def test_a_device_that_is_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
