@@ -1,5 +1,7 @@
 """Where keys and values live: pages, slots and the addresses of their elements."""
 
+from epicute.kv.cache import CacheSpec, CapacityError, KVCache
+from epicute.kv.int4 import Int4Cache
 from epicute.kv.pages import (
     NO_SLOT,
     PAGE_SIZES,
@@ -11,11 +13,17 @@ from epicute.kv.pages import (
     slots_for,
     split_slot,
 )
+from epicute.kv.qk4pv8 import QK4PV8Cache
 
 __all__ = [
     "NO_SLOT",
     "PAGE_SIZES",
+    "CacheSpec",
+    "CapacityError",
+    "Int4Cache",
+    "KVCache",
     "KVPool",
+    "QK4PV8Cache",
     "Strides",
     "cell_offset",
     "check_slots",

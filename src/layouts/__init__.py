@@ -4,6 +4,22 @@ A function here runs on int, NumPy arrays and DSL integers alike, so that host, 
 share one text.
 """
 
+from epicute.layouts.decode_order import (
+    BLOCK,
+    CHANNEL,
+    GROUPS,
+    TILE_ROWS,
+    Record,
+    Records,
+    bf16_pair,
+    code_place,
+    fp16_pair,
+    fragment_cell,
+    fragment_place,
+    lane_k,
+    operand_k,
+    operand_position,
+)
 from epicute.layouts.fragments import (
     WGMMA_ROWS,
     WGMMA_THREADS,
@@ -21,15 +37,29 @@ from epicute.layouts.row_order import (
 )
 
 __all__ = [
+    "BLOCK",
+    "CHANNEL",
     "CHUNKS",
+    "GROUPS",
+    "TILE_ROWS",
     "WGMMA_ROWS",
     "WGMMA_THREADS",
     "Piece",
     "Range",
+    "Record",
+    "Records",
     "RowOrder",
     "accumulator_coord",
     "accumulator_owner",
     "accumulator_registers",
+    "bf16_pair",
     "chunk_feature",
     "chunks_of",
+    "code_place",
+    "fp16_pair",
+    "fragment_cell",
+    "fragment_place",
+    "lane_k",
+    "operand_k",
+    "operand_position",
 ]

@@ -1,4 +1,6 @@
-"""The FP8 contract a second time, from the format's definition: NumPy, exact in float64, no casts.
+"""The contracts of FP8 and INT4 a second time, from the formats' definitions, in NumPy.
+
+FP8 is exact in float64 and uses no casts.
 
 E4M3 (OCP FP8, "fn"): sign, four exponent bits of bias 7, three fraction bits; exponent 0 is
 subnormal in steps of 2^-9; no infinity; 0x7f and 0xff are NaN; 0x7e is 448.
@@ -11,7 +13,9 @@ import numpy as np
 __all__ = [
     "DelayedReference",
     "decode_e4m3",
+    "dequantize_int4",
     "encode_e4m3",
+    "quantize_int4",
     "quantize_rows",
     "quantize_tensor",
 ]
@@ -70,6 +74,39 @@ def quantize_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         codes.append(quantize_tensor(row, float(scale)))
         scales.append(scale)
     return np.array(codes, np.uint8).reshape(np.shape(x)), np.array(scales, np.float32)
+
+
+def quantize_int4(
+    x: np.ndarray, group: int, symmetric: bool = True
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes (N, K), float16 scales (N, G) and zero points (N, G) of float32 ``x``, group by group.
+
+    ``group`` is a width; the last one of a row takes what is left.
+    """
+    codes = np.empty(x.shape, np.uint8)
+    scales, zeros = [], []
+    for n, row in enumerate(np.asarray(x, np.float32)):
+        for start in range(0, row.size, group):
+            part = row[start : start + group]
+            low, high = min(part.min(), np.float32(0)), max(part.max(), np.float32(0))
+            span, steps = (max(high, -low), 7) if symmetric else (high - low, 15)
+            scale = np.float16(max(span / np.float32(steps), np.float32(2.0**-24)) if span else 1)
+            zero = 8 if symmetric else int(np.clip(np.rint(-low / np.float32(scale)), 0, 15))
+            whole = np.rint(part / np.float32(scale))
+            codes[n, start : start + group] = np.clip(whole + zero, 0, 15)
+            scales.append(scale)
+            zeros.append(zero)
+    shape = (len(x), -1)
+    return codes, np.array(scales).reshape(shape), np.array(zeros, np.uint8).reshape(shape)
+
+
+def dequantize_int4(
+    codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, group: int
+) -> np.ndarray:
+    """(N, K) float64: (code - zero) * scale, each of the column's group; zero 8 where None."""
+    at = np.arange(codes.shape[1]) // group
+    point = 8.0 if zero is None else zero.astype(np.float64)[:, at]
+    return (codes.astype(np.float64) - point) * scale.astype(np.float64)[:, at]
 
 
 class DelayedReference:

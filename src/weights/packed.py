@@ -6,15 +6,20 @@ import json
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from epicute.errors import ArgumentError, require
 from epicute.layouts import RowOrder
 from epicute.weights.quantized import Quantized, bits, require_codes
+from epicute.weights.storage import (
+    read_file,
+    require_columns,
+    require_positive_scales,
+    same_order,
+    write_file,
+)
 
 __all__ = ["LAYOUT_VERSION", "Packed"]
 
@@ -48,7 +53,7 @@ class Packed:
 
     def __post_init__(self) -> None:
         columns, width = self.shape
-        _require_order(self.name, self.order, columns)
+        require_columns(self.name, self.order, columns)
         require_codes(self.name, self.format, self.codes, self.scale, columns)
         expected = (self.order.rows, pitch_of(width, self.codes.element_size()))
         require(
@@ -68,12 +73,12 @@ class Packed:
         """Pack ``source`` in ``order``. Looks at the scales once, so it waits for the device.
 
         Raises:
-            ArgumentError: the order is for another number of output features, or a scale is not
-                finite and positive.
+            ArgumentError: ``order`` is no RowOrder, or for another number of output features, or a
+                scale is not finite and positive.
         """
         columns, width = source.codes.shape
-        _require_order(source.name, order, columns)
-        _require_scales(source.name, source.scale)
+        require_columns(source.name, order, columns)
+        require_positive_scales(source.name, source.scale)
         shape = (order.rows, pitch_of(width, source.codes.element_size()))
         codes = torch.zeros(shape, dtype=source.codes.dtype, device=source.codes.device)
         rows = torch.from_numpy(order.physical()).to(codes.device)
@@ -121,10 +126,7 @@ class Packed:
 
     def order_matches(self, order: RowOrder) -> bool:
         """Whether every row stands where ``order`` would put it, whatever it calls its ranges."""
-        if self.order == order:
-            return True
-        same_size = (self.order.rows, self.order.columns) == (order.rows, order.columns)
-        return same_size and np.array_equal(self.order.logical(), order.logical())
+        return same_order(self.order, order)
 
     def require_order(self, order: RowOrder, reader: str) -> None:
         """Raise unless ``reader`` (a composition, in words) finds rows in the ``order`` it needs.
@@ -137,7 +139,7 @@ class Packed:
             f"{self.name}.order",
             f"[{self.order}]",
             f"[{order}] for {reader}",
-            f"pack again: {self.name}.unpack().pack(order)",
+            f"pack again: packed.unpack().pack(epilogue.row_order({self.shape[0]}))",
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -145,8 +147,6 @@ class Packed:
 
         The file appears whole or not at all.
         """
-        from safetensors.torch import save_file
-
         tensors = {"codes": self.codes}
         if self.scale is not None:
             tensors["scale"] = self.scale.contiguous()
@@ -157,12 +157,7 @@ class Packed:
             "order": self.order.to_json(),
             "name": self.name,
         }
-        partial = Path(f"{os.fspath(path)}.{os.getpid()}.partial")
-        try:
-            save_file(tensors, partial, metadata)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_file(path, tensors, metadata)
 
     @staticmethod
     def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Packed:
@@ -171,14 +166,8 @@ class Packed:
         Raises:
             ArgumentError: another layout version, or a file that is not a packed weight.
         """
-        from safetensors import safe_open
-
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            found = file.metadata() or {}
-            _require_version(path, found)
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        packed = _from_file(path, found, tensors)
-        _require_scales(packed.name, packed.scale)
+        packed = _from_file(path, *read_file(path, device, LAYOUT_VERSION))
+        require_positive_scales(packed.name, packed.scale)
         return packed
 
 
@@ -201,36 +190,3 @@ def _from_file(
             "Fix: write it with Packed.save"
         ) from error
     return Packed(format, codes, tensors.get("scale"), order, (columns, width), name)
-
-
-def _require_version(path: str | os.PathLike[str], found: dict[str, str]) -> None:
-    require(
-        found.get("layout_version") == str(LAYOUT_VERSION),
-        f"{os.fspath(path)}: layout_version",
-        found.get("layout_version", "none"),
-        str(LAYOUT_VERSION),
-        "pack the checkpoint again with this version of epicute",
-    )
-
-
-def _require_order(name: str, order: RowOrder, columns: int) -> None:
-    require(
-        order.columns == columns,
-        f"{name}.order",
-        f"[{order}]",
-        f"an order of {columns} columns, one per output feature",
-        "build the order from this projection's shape",
-    )
-
-
-def _require_scales(name: str, scale: torch.Tensor | None) -> None:
-    if scale is None:
-        return
-    broken = int((~(scale.isfinite() & (scale > 0))).sum())
-    require(
-        broken == 0,
-        f"{name}.scale",
-        f"{broken} values that are NaN, infinite, zero or negative",
-        "finite positive multipliers",
-        "give a feature of zeros the scale 1, and check the checkpoint",
-    )

@@ -12,6 +12,7 @@ from epicute.errors import require
 
 if TYPE_CHECKING:
     from epicute.layouts import RowOrder
+    from epicute.weights.fragment_pack import FragmentPacked
     from epicute.weights.packed import Packed
 
 __all__ = ["DTYPES", "Quantized", "bits", "require_codes", "require_same_width"]
@@ -22,7 +23,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """value (n, k) = codes (n, k) * scale (n).
+    """value (n, k) = codes (n, k) * scale (n); ``QuantizedInt4`` is the kind with groups.
 
     Attributes:
         format: "bf16", "fp16" or "fp8".
@@ -54,6 +55,12 @@ class Quantized:
 
         return Packed.of(self, order)
 
+    def pack_fragments(self, order: RowOrder, tiles: int = 1) -> FragmentPacked:
+        """The same codes as few-row kernels stream them; see ``FragmentPacked.of``."""
+        from epicute.weights.fragment_pack import FragmentPacked
+
+        return FragmentPacked.of(self, order, tiles)
+
     @staticmethod
     def concat(parts: Sequence[Quantized], name: str | None = None) -> Quantized:
         """Output features one after the other, each with its own scale.
@@ -72,6 +79,10 @@ class Quantized:
             "one format",
             "quantise all parts alike",
         )
+        if formats == {"int4"}:
+            from epicute.weights.quantized_int4 import QuantizedInt4
+
+            return QuantizedInt4.concat(parts, name)
         scales = [p.scale.expand(p.codes.shape[0]) for p in parts if p.scale is not None]
         return Quantized(
             parts[0].format,

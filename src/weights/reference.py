@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["dequantize", "fold_gain", "pack"]
+__all__ = ["dequantize", "fold_gain", "pack", "record_codes"]
 
 
 def fold_gain(values: torch.Tensor, gain: torch.Tensor, offset: float = 0.0) -> torch.Tensor:
@@ -35,3 +35,30 @@ def pack(codes: torch.Tensor, logical: list[int], pitch: int) -> torch.Tensor:
             row[: raw.numel()] = raw
         rows.append(row)
     return torch.stack(rows)
+
+
+def record_codes(codes: torch.Tensor, bits: int, run: int = 16) -> bytes:
+    """Bytes of the codes of one record of one row tile: (16, depth) whole numbers below 2^bits.
+
+    Cell by cell from the picture in ``layouts.decode_order``, as one long number.
+    """
+    total = 0
+    for n, row in enumerate(codes.tolist()):
+        for k, code in enumerate(row):
+            block, inside = divmod(k, 64)
+            stretch, inside = divmod(inside, 4 * run)
+            t, place = divmod(inside, run)
+            quarter, pair = divmod(place, 4)
+            step = stretch * run // 4 + quarter
+            high, half = divmod(pair, 2)
+            lane, register = 4 * (n % 8) + t, n // 8 + 2 * high
+            if bits == 4:
+                load, bit = 0, 32 * step + 4 * (register + 4 * half)
+            elif bits == 8:
+                load, word = step // 2, 2 * (step % 2) + high
+                bit = 32 * word + 8 * (2 * (n // 8) + half)
+            else:
+                load, bit = step, 32 * register + 16 * half
+            start = ((block * (bits // 4) + load) * 32 + lane) * 128
+            total |= code << (start + bit)
+    return total.to_bytes(codes.numel() * bits // 8, "little")

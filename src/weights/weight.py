@@ -9,10 +9,14 @@ from functools import reduce
 import torch
 
 from epicute.errors import require
-from epicute.quant import quantize_rows
+from epicute.quant import ClipSearch, Int4Grid, quantize_int4, quantize_rows
 from epicute.weights.quantized import DTYPES, Quantized, require_same_width
+from epicute.weights.quantized_int4 import QuantizedInt4
 
-__all__ = ["Weight"]
+__all__ = ["FORMATS", "Weight"]
+
+FORMATS = (*DTYPES, "int4")
+"""What a weight can be rounded to."""
 
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -93,24 +97,42 @@ class Weight:
         factor = gain.to(torch.float32) + offset
         return Weight(self.values.to(torch.float32) * factor, self.name)
 
-    def quantize(self, format: str) -> Quantized:
-        """Round to ``format``: "bf16", "fp16", or "fp8" (E4M3, amax / 448 of each output feature).
+    def quantize(
+        self,
+        format: str,
+        grid: Int4Grid | None = None,
+        clip: ClipSearch | None = None,
+        importance: torch.Tensor | None = None,
+    ) -> Quantized:
+        """Round to ``format``: "bf16", "fp16", "fp8" (E4M3, amax / 448 of each output feature) or "int4".
+
+        Args:
+            format: one of ``FORMATS``.
+            grid: int4 alone: groups, zero points, dtype of the scales; symmetric groups of 128 unless given.
+            clip: int4 alone: search each group's scale.
+            importance: int4 alone: (K,) weights of the error that the search minimises.
 
         Returns:
             contiguous codes; for fp8 one float32 scale per output feature, 1 for a feature of
-            zeros.
+            zeros; for int4 a ``QuantizedInt4``.
 
         Raises:
-            ArgumentError: unknown format, a non-finite value, or one beyond the range of fp16.
+            ArgumentError: unknown format, a non-finite value, one beyond the range of fp16, or
+                arguments of int4 for another format.
         """
-        require(format in DTYPES, "format", repr(format), f"one of {tuple(DTYPES)}", "name one")
+        require(format in FORMATS, "format", repr(format), f"one of {FORMATS}", "name one")
         _require_finite(self.name, self.values)
+        if format == "int4":
+            codes = quantize_int4(self.values, grid, clip, importance)
+            return QuantizedInt4.of(codes, self.name)
+        for argument, got in (("grid", grid), ("clip", clip), ("importance", importance)):
+            require(got is None, argument, got, f"None for format {format!r}", "quantise to int4")
         if format == "fp8":
-            codes, scale = quantize_rows(self.values)
-            return Quantized(format, codes, scale, self.name)
-        codes = self.values.to(DTYPES[format]).contiguous()
-        _require_finite(f"{self.name} as {format}", codes)
-        return Quantized(format, codes, None, self.name)
+            values, scale = quantize_rows(self.values)
+            return Quantized(format, values, scale, self.name)
+        values = self.values.to(DTYPES[format]).contiguous()
+        _require_finite(f"{self.name} as {format}", values)
+        return Quantized(format, values, None, self.name)
 
     @staticmethod
     def concat(weights: Sequence[Weight], name: str | None = None) -> Weight:

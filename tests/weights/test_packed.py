@@ -305,3 +305,32 @@ def test_weights_print_as_one_line_without_their_values() -> None:
     for found in (weight, codes, codes.pack(order)):
         assert str(found) == repr(found)
         assert "\n" not in repr(found)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a file of tensors", b"\x08\0\0\0\0\0\0\0{]}"])
+def test_what_is_no_safetensors_file_is_refused_by_its_path(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "garbage.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ArgumentError, match=r"garbage.safetensors: got a file that .*Fix: write"):
+        Packed.load(path)
+
+
+def test_what_is_no_order_is_refused_with_the_call() -> None:
+    quantized = Weight(torch.randn(64, 32)).quantize("bf16")
+
+    class Composition:
+        def row_order(self, columns: int) -> RowOrder:
+            return RowOrder.plain(columns)
+
+    for order, came in ((64, "64"), (Composition(), "Composition"), (None, "NoneType")):
+        said = rf"order: got {came}, expected a RowOrder.*pack\(epilogue.row_order\(64\)\)"
+        with pytest.raises(ArgumentError, match=said):
+            quantized.pack(order)  # type: ignore[arg-type]
+
+
+def test_the_fix_for_another_order_is_python_whatever_the_weight_is_called() -> None:
+    packed = Weight(torch.randn(64, 32), "gate+up").quantize("bf16").pack(RowOrder.plain(64))
+    with pytest.raises(ArgumentError) as caught:
+        packed.require_order(RowOrder((Range("halves", 64),), 64), "the composition")
+    fix = str(caught.value).partition("pack again: ")[2]
+    assert fix == "packed.unpack().pack(epilogue.row_order(64))"

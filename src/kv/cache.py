@@ -1,0 +1,469 @@
+"""The KV cache of a model: memory of every layer, one page table for all, and who owns which page.
+
+    keys(layer), values(layer)   (pages, page_size, kv_heads, head_dim), what PlaceKV and attention take
+    page_table                   (requests, pages per request) int32, -1 where a request has no page
+    lengths                      (requests,) int32, tokens that each request holds
+
+The host knows every length and page, so that capacity is checked before anything is launched. What kernels read lies in
+tensors that are allocated once and changed in place: a captured graph stays valid while requests come and go. Slots
+that no request owns, and those of a request beyond its length, may hold anything, NaN included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from epicute.errors import EpicuteError, require
+from epicute.kv.pages import NO_SLOT, PAGE_SIZES, slots_for
+from epicute.quant import SCALE_MAX, SCALE_MIN
+
+__all__ = ["CacheSpec", "CapacityError", "KVCache"]
+
+FP8 = torch.float8_e4m3fn
+
+DTYPES = (torch.bfloat16, torch.float16, FP8, torch.float32)
+"""float32 is there for references; no kernel serves it."""
+
+LAYOUTS = ("NHD", "HND")
+
+
+class CapacityError(EpicuteError, RuntimeError):
+    """The cache has no room for what is to be added. Nothing was changed."""
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What one token of a model takes.
+
+    Attributes:
+        layers: decoder layers.
+        kv_heads: heads of keys and values.
+        head_dim: channels of a head.
+        dtype: bfloat16, float16, float8_e4m3fn, or float32 for references alone.
+        page_size: tokens per page, of ``PAGE_SIZES``.
+        layout: order in memory of a page, "NHD" (token, head, channel) or "HND" (head, token, channel).
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.bfloat16
+    page_size: int = 64
+    layout: str = "NHD"
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "kv_heads", "head_dim"):
+            value = getattr(self, name)
+            require(value >= 1, name, value, "a positive count", "check the model's configuration")
+        require(
+            self.dtype in DTYPES,
+            "dtype",
+            self.dtype,
+            ", ".join(map(str, DTYPES)),
+            "choose one of these",
+        )
+        require(
+            self.page_size in PAGE_SIZES,
+            "page_size",
+            self.page_size,
+            f"one of {PAGE_SIZES}",
+            "choose one of these",
+        )
+        require(
+            self.layout in LAYOUTS,
+            "layout",
+            repr(self.layout),
+            f"one of {LAYOUTS}",
+            "name the order of token, head and channel in a page",
+        )
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token takes in all layers, scales and tables apart."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that ``tokens`` tokens of one request fill or begin."""
+        return -(-tokens // self.page_size)
+
+
+class KVCache:
+    """Keys and values of all layers for a fixed number of requests. Make it with ``dense`` or ``paged``.
+
+    A request is a row of the page table, 0 to ``requests`` - 1. Where a method takes ``counts`` and ``rows``,
+    ``counts[i]`` new tokens belong to request ``rows[i]``; without ``rows`` to request i.
+
+    Attributes:
+        spec: what a token takes.
+        requests: rows of the page table.
+        max_length: tokens that a request can hold at most.
+        pages: pages of each pool.
+        page_table: (requests, pages per request) int32 on the device, -1 where there is no page.
+        lengths: (requests,) int32 on the device.
+        k_scale, v_scale: (layers, kv_heads) float32, value = code * scale, for FP8; else None.
+        saturated, nans: (layers, 2) int64, K and V: what was clipped and what was NaN when it was placed; FP8 only.
+        step_positions, step_slots: (requests,) int64 of a one-token step, see ``begin_step``.
+        step_lengths: (requests,) int32, keys of each request in that step.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        requests: int,
+        max_length: int,
+        pages: int,
+        scales: tuple[object, object] | None,
+        device: torch.device | str,
+    ) -> None:
+        for name, value in (("requests", requests), ("max_length", max_length), ("pages", pages)):
+            require(
+                value >= 1, name, value, "a positive count", "say how much the cache is to hold"
+            )
+        self.spec, self.requests, self.max_length, self.pages = spec, requests, max_length, pages
+        inner = (spec.page_size, spec.kv_heads)
+        shape = (pages, *(inner if spec.layout == "NHD" else inner[::-1]), spec.head_dim)
+        self._memory = torch.empty((spec.layers, 2, *shape), dtype=spec.dtype, device=device)
+        self.k_scale, self.v_scale = _scales(spec, scales, device)
+
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.page_table = zeros(requests, spec.pages_for(max_length), dtype=torch.int32).fill_(-1)
+        self.lengths = zeros(requests, dtype=torch.int32)
+        self.saturated = zeros(spec.layers, 2, dtype=torch.int64)
+        self.nans = zeros(spec.layers, 2, dtype=torch.int64)
+        self.step_positions = zeros(requests, dtype=torch.int64).fill_(NO_SLOT)
+        self.step_slots = zeros(requests, dtype=torch.int64).fill_(NO_SLOT)
+        self.step_lengths = zeros(requests, dtype=torch.int32)
+        self._rows = torch.arange(requests, device=device)
+        self._held = [0] * requests
+        self._owned: list[list[int]] = [[] for _ in range(requests)]
+        self._free = list(range(pages))[::-1]
+        self._fixed = False
+
+    @staticmethod
+    def paged(
+        spec: CacheSpec,
+        requests: int,
+        max_length: int,
+        pages: int,
+        *,
+        scales: tuple[object, object] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> KVCache:
+        """A pool of ``pages`` pages that requests take as they grow and give back when freed.
+
+        Args:
+            spec: what a token takes.
+            requests: requests at one time.
+            max_length: tokens of the longest request.
+            pages: pages shared by all; less than requests * max_length where not all are long.
+            scales: FP8: K's and V's, each one number or (layers, kv_heads); value = code * scale. Else None.
+            device: where everything lives.
+
+        Raises:
+            ArgumentError: sizes that are not positive; scales missing, superfluous or out of range.
+        """
+        return KVCache(spec, requests, max_length, pages, scales, device)
+
+    @staticmethod
+    def dense(
+        spec: CacheSpec,
+        requests: int,
+        max_length: int,
+        *,
+        scales: tuple[object, object] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> KVCache:
+        """Room for ``max_length`` tokens of every request, each request's pages one after the other, for good.
+
+        ``max_length`` is rounded up to whole pages. ``dense_keys`` shows the same memory as (requests, max_length,
+        kv_heads, head_dim). Arguments as of ``paged``.
+        """
+        require(max_length >= 1, "max_length", max_length, "a positive count", "give the longest")
+        width = spec.pages_for(max_length)
+        cache = KVCache(spec, requests, width * spec.page_size, requests * width, scales, device)
+        table = torch.arange(requests * width, dtype=torch.int32).reshape(requests, width)
+        cache.page_table.copy_(table)
+        cache._owned, cache._free, cache._fixed = table.tolist(), [], True
+        return cache
+
+    def __repr__(self) -> str:
+        kind = "dense" if self._fixed else f"{self.pages} pages"
+        held = f"{sum(self._held)} tokens of {self.requests} requests"
+        return f"KVCache({self.spec}, {kind}, max_length={self.max_length}, {held}, {self.device})"
+
+    @property
+    def device(self) -> torch.device:
+        """Where everything lives."""
+        return self.lengths.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return self._memory.nbytes
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no request owns."""
+        return len(self._free)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Tokens of each request, as the host knows them."""
+        return tuple(self._held)
+
+    # --- views ---
+
+    def _pool(self, layer: int, which: int) -> torch.Tensor:
+        require(
+            0 <= layer < self.spec.layers,
+            "layer",
+            layer,
+            f"0 to {self.spec.layers - 1}",
+            "count layers from 0",
+        )
+        pool = self._memory[layer, which]
+        return pool if self.spec.layout == "NHD" else pool.transpose(1, 2)
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """(pages, page_size, kv_heads, head_dim) of one layer's keys, a view."""
+        return self._pool(layer, 0)
+
+    def values(self, layer: int) -> torch.Tensor:
+        """(pages, page_size, kv_heads, head_dim) of one layer's values, a view."""
+        return self._pool(layer, 1)
+
+    def _dense(self, pool: torch.Tensor) -> torch.Tensor:
+        require(
+            self._fixed and self.spec.layout == "NHD",
+            "cache",
+            repr(self),
+            "a dense cache with layout NHD",
+            "allocate it with KVCache.dense, or read it through the page table",
+        )
+        return pool.reshape(self.requests, -1, *pool.shape[2:])
+
+    def dense_keys(self, layer: int) -> torch.Tensor:
+        """(requests, max_length, kv_heads, head_dim) of a dense cache, a view; layout NHD only."""
+        return self._dense(self.keys(layer))
+
+    def dense_values(self, layer: int) -> torch.Tensor:
+        """(requests, max_length, kv_heads, head_dim) of a dense cache, a view; layout NHD only."""
+        return self._dense(self.values(layer))
+
+    def cells(self, layer: int) -> dict[str, torch.Tensor]:
+        """What ``PlaceKV`` takes in the ranges k and v: ``k_cells``, and for FP8 ``k_cell_scale``,
+        ``k_cells_saturated``, ``k_cells_nans``; v's likewise.
+        """
+        found = {"k_cells": self.keys(layer), "v_cells": self.values(layer)}
+        if self.k_scale is None or self.v_scale is None:
+            return found
+        for at, (name, scale) in enumerate((("k", self.k_scale), ("v", self.v_scale))):
+            found[f"{name}_cell_scale"] = scale[layer]
+            found[f"{name}_cells_saturated"] = self.saturated[layer, at : at + 1]
+            found[f"{name}_cells_nans"] = self.nans[layer, at : at + 1]
+        return found
+
+    def attention(self, layer: int) -> dict[str, torch.Tensor | None]:
+        """What attention takes of a layer by name: ``k``, ``v``, ``k_scale``, ``v_scale``."""
+        return {
+            "k": self.keys(layer),
+            "v": self.values(layer),
+            "k_scale": None if self.k_scale is None else self.k_scale[layer],
+            "v_scale": None if self.v_scale is None else self.v_scale[layer],
+        }
+
+    # --- growing and shrinking, on the host ---
+
+    def _rows_of(self, counts: Sequence[int], rows: Sequence[int] | None) -> list[int]:
+        found = list(range(len(counts))) if rows is None else list(rows)
+        require(
+            len(found) == len(counts) and len(set(found)) == len(found),
+            "rows",
+            found,
+            f"{len(counts)} different requests, one for each of counts",
+            "name each request once",
+        )
+        require(
+            all(0 <= row < self.requests for row in found),
+            "rows",
+            found,
+            f"requests from 0 to {self.requests - 1}",
+            "allocate the cache for more requests, or free one",
+        )
+        require(min(counts, default=0) >= 0, "counts", list(counts), "none negative", "check them")
+        return found
+
+    def reserve(self, counts: Sequence[int], rows: Sequence[int] | None = None) -> None:
+        """Give pages to requests so that ``counts`` more tokens of each fit. All or nothing; lengths stay.
+
+        Raises:
+            CapacityError: a request would be longer than ``max_length``, or there are not enough free pages.
+            ArgumentError: requests that do not exist or are named twice, or a negative count.
+        """
+        wanted = {}
+        for row, count in zip(self._rows_of(counts, rows), counts, strict=True):
+            length = self._held[row] + count
+            require(
+                length <= self.max_length,
+                f"request {row}",
+                f"{self._held[row]} tokens and {count} more",
+                f"at most {self.max_length}",
+                "allocate the cache with a larger max_length, or free the request",
+                CapacityError,
+            )
+            wanted[row] = max(0, self.spec.pages_for(length) - len(self._owned[row]))
+        require(
+            sum(wanted.values()) <= len(self._free),
+            "pages",
+            f"{len(self._free)} free",
+            f"{sum(wanted.values())} for {sum(counts)} more tokens",
+            "free a request, or allocate the cache with more pages",
+            CapacityError,
+        )
+        for row, count in wanted.items():
+            if count:
+                taken = [self._free.pop() for _ in range(count)]
+                start = len(self._owned[row])
+                self._owned[row] += taken
+                self.page_table[row, start : start + count] = torch.tensor(taken, dtype=torch.int32)
+
+    def positions(self, counts: Sequence[int], rows: Sequence[int] | None = None) -> torch.Tensor:
+        """(sum of counts,) int64 positions of new tokens, request after request, on the device."""
+        found = self._rows_of(counts, rows)
+        starts = [self._held[row] for row in found]
+        places = [s + i for s, n in zip(starts, counts, strict=True) for i in range(n)]
+        return torch.tensor(places, dtype=torch.int64, device=self.device)
+
+    def slots(self, counts: Sequence[int], rows: Sequence[int] | None = None) -> torch.Tensor:
+        """(sum of counts,) int64 slots of new tokens, request after request; reserves what they need.
+
+        Raises as ``reserve`` does. Lengths stay until ``advance``.
+        """
+        self.reserve(counts, rows)
+        owners = [
+            r for r, n in zip(self._rows_of(counts, rows), counts, strict=True) for _ in range(n)
+        ]
+        requests = torch.tensor(owners, dtype=torch.int64, device=self.device)
+        positions = self.positions(counts, rows)
+        # All rows are in the table: reserve has seen to that, so nothing waits for the device.
+        return slots_for(self.page_table, positions, requests, self.spec.page_size, check=False)
+
+    def advance(self, counts: Sequence[int], rows: Sequence[int] | None = None) -> None:
+        """Count new tokens as held, once all layers have placed them.
+
+        Raises:
+            CapacityError: tokens that no pages were reserved for.
+        """
+        found = dict(zip(self._rows_of(counts, rows), counts, strict=True))
+        for row, count in found.items():
+            room = min(len(self._owned[row]) * self.spec.page_size, self.max_length)
+            require(
+                self._held[row] + count <= room,
+                f"request {row}",
+                f"{self._held[row]} tokens and {count} more",
+                f"at most {room}, which its pages hold",
+                "call reserve or slots before the model runs",
+                CapacityError,
+            )
+        for row, count in found.items():
+            self._held[row] += count
+        self._send_lengths()
+
+    def free(self, row: int) -> None:
+        """Forget request ``row``. Its pages go back to the pool; a dense cache keeps them in place."""
+        self._rows_of([0], [row])
+        self._held[row] = 0
+        if not self._fixed:
+            self._free += reversed(self._owned[row])
+            self._owned[row] = []
+            self.page_table[row] = -1
+        self._send_lengths()
+
+    def reset(self) -> None:
+        """Forget all requests, and set the counters to zero."""
+        for row in range(self.requests):
+            self.free(row)
+        self.saturated.zero_()
+        self.nans.zero_()
+
+    def _send_lengths(self) -> None:
+        self.lengths.copy_(torch.tensor(self._held, dtype=torch.int32))
+
+    # --- one token for every live request, on the device ---
+
+    def reserve_step(self) -> None:
+        """The host's part of a one-token step, before ``begin_step`` or the replay of a graph that holds it.
+
+        Every request that holds tokens gets room for one more, and counts as one longer on the host.
+
+        Raises:
+            CapacityError: as ``reserve``; nothing was changed.
+        """
+        counts = [int(held > 0) for held in self._held]
+        self.reserve(counts)
+        self._held = [held + count for held, count in zip(self._held, counts, strict=True)]
+
+    def begin_step(self) -> None:
+        """Write ``step_positions``, ``step_slots`` and ``step_lengths`` of the next token of each request.
+
+        Device work alone, in place, capturable. A request without tokens is none: position and slot -1, 0 keys.
+        """
+        live = self.lengths > 0
+        self.step_positions.copy_(torch.where(live, self.lengths, NO_SLOT))
+        self.step_lengths.copy_(self.lengths + live)
+        self.step_slots.copy_(
+            slots_for(
+                self.page_table, self.step_positions, self._rows, self.spec.page_size, check=False
+            )
+        )
+
+    def end_step(self) -> None:
+        """Count the step's tokens as held on the device; in place, capturable."""
+        self.lengths.copy_(self.step_lengths)
+
+
+def _scales(
+    spec: CacheSpec, scales: tuple[object, object] | None, device: torch.device | str
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """K's and V's scales, (layers, kv_heads) float32 each, for FP8; else None twice."""
+    require(
+        (scales is not None) == (spec.dtype == FP8),
+        "scales",
+        scales,
+        "K's and V's scales" if spec.dtype == FP8 else f"None for {spec.dtype}",
+        "pass amax / 448 of typical keys and values, as one number or (layers, kv_heads) each"
+        if spec.dtype == FP8
+        else "leave scales out",
+    )
+    if scales is None:
+        return None, None
+    require(len(scales) == 2, "scales", scales, "(K's, V's)", "pass both")
+    k, v = (_scale(spec, name, given) for name, given in zip("kv", scales, strict=True))
+    return k.to(device), v.to(device)
+
+
+def _scale(spec: CacheSpec, name: str, given: object) -> torch.Tensor:
+    shape = (spec.layers, spec.kv_heads)
+    found = torch.as_tensor(given, dtype=torch.float32, device="cpu")
+    require(
+        found.shape in ((), shape),
+        f"{name}_scale",
+        tuple(found.shape),
+        f"one number or {shape}, (layers, kv_heads)",
+        "give a scale for each layer and KV head",
+    )
+    least, most = float(found.min()), float(found.max())
+    require(
+        math.isfinite(least) and SCALE_MIN <= least and most <= SCALE_MAX,
+        f"{name}_scale",
+        f"{least} to {most}",
+        f"from {SCALE_MIN:.3g} to {SCALE_MAX:.3g}",
+        "pass amax / 448 of typical keys and values",
+    )
+    return found.expand(shape).contiguous()
