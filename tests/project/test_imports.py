@@ -11,6 +11,13 @@ import pytest
 
 # Modules that are read only while tracing, and so may import the DSL at their top.
 DSL_ONLY = {
+    "epicute.attention.sm90.convert": "converts tiles while tracing",
+    "epicute.attention.sm90.kernel": "the attention kernel: a class whose methods are traced",
+    "epicute.attention.sm90.output": "walks an accumulator while tracing",
+    "epicute.attention.sm90.scheduler": "the scheduling warp while tracing",
+    "epicute.attention.sm90.softmax": "a thread's rows while tracing",
+    "epicute.attention.sm90.steps": "the steps over keys while tracing",
+    "epicute.attention.sm90.store": "moves rows from registers to memory",
     "epicute.epilogues.dsl": "the DSL interpreter of policy bodies: registers exist only there",
     "epicute.gemm.driver": "walks an accumulator while tracing",
     "epicute.gemm.kernel": "the mainloop: a class whose methods are traced",
@@ -20,6 +27,11 @@ DSL_ONLY = {
     "epicute.gemm.staging": "fills shared memory while tracing",
     "epicute.gemm.streams": "loads and reads boxes while tracing",
     "epicute.gemm.work": "puts stores off while tracing",
+    "epicute.models.embedding_kernel": "a kernel",
+    "epicute.models.final_norm_kernel": "a kernel",
+    "epicute.quant.dsl": "casts and loads of the row kernels while tracing",
+    "epicute.quant.roll_kernel": "a kernel",
+    "epicute.quant.rowwise_kernel": "a kernel",
 }
 
 # The DSL, and hosts or readers that come with an extra: whoever needs one imports it when used.

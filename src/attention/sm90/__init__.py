@@ -1,0 +1,1 @@
+"""Attention kernels for Hopper. The modules import the DSL."""
