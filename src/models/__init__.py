@@ -1,5 +1,39 @@
-"""Models: published layer shapes, and a trained checkpoint small enough to come as a package."""
+"""Models: layer shapes, checkpoints, the prefill block and Llama, and a trained checkpoint as a package."""
 
+from epicute.models.block_spec import BlockSpec
+from epicute.models.block_state import BlockScales, LayerCache, Stream, Workspace, model_sites
+from epicute.models.config import ModelConfig
+from epicute.models.embedding import plan_embedding
+from epicute.models.final_norm import plan_final_norm
+from epicute.models.folder import Folder
+from epicute.models.gains import fold_gain
+from epicute.models.kernels import Kernels
+from epicute.models.layer_weights import LayerWeights
+from epicute.models.llama import Llama
+from epicute.models.prefill import PrefillBlock
+from epicute.models.requests import Requests
+from epicute.models.rope import Rope
 from epicute.models.shapes import SHAPES, LayerShape, projections
 
-__all__ = ["SHAPES", "LayerShape", "projections"]
+__all__ = [
+    "SHAPES",
+    "BlockScales",
+    "BlockSpec",
+    "Folder",
+    "Kernels",
+    "LayerCache",
+    "LayerShape",
+    "LayerWeights",
+    "Llama",
+    "ModelConfig",
+    "PrefillBlock",
+    "Requests",
+    "Rope",
+    "Stream",
+    "Workspace",
+    "fold_gain",
+    "model_sites",
+    "plan_embedding",
+    "plan_final_norm",
+    "projections",
+]

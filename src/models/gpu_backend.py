@@ -1,0 +1,189 @@
+"""A model's layers on a GPU: the ``Backend`` of ``epicute.models.llama`` over the fused kernels.
+
+    ids ─► embedding ─► PrefillBlock × layers ─► final norm of the wanted rows ─► head
+
+All layers share one set of kernels, one workspace and two streams, which they write in turn. Delayed FP8 scales are of
+one request group; those of a first invocation are calibrated on it, layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import torch
+
+from epicute.epilogues import Store, compose
+from epicute.errors import UnsupportedError, require
+from epicute.kv.cache import KVCache
+from epicute.models.block_state import BlockScales, LayerCache, Stream, matrix, model_sites
+from epicute.models.config import ModelConfig
+from epicute.models.embedding import plan_embedding
+from epicute.models.final_norm import plan_final_norm
+from epicute.models.folder import EMBEDDING, HEAD, NORM, layer_prefix
+from epicute.models.kernels import GPU, Kernels
+from epicute.models.layer_weights import LayerWeights
+from epicute.models.prefill import PrefillBlock
+from epicute.models.requests import Requests
+from epicute.quant.group import DelayedGroup
+from epicute.weights import Weight
+
+__all__ = ["GpuBackend"]
+
+FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class GpuBackend:
+    """Weights, kernels and memory of a model on one GPU.
+
+    Attributes:
+        spec: of every layer.
+        blocks: the layers.
+        group: delayed scaling's states of all sites, of one request group; None without.
+        scales: the same layer by layer; empty without.
+        strays: (1,) int64, ids outside of the embedding so far.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        device: torch.device | str,
+        weights: str = "bf16",
+        scaling: str = "delayed",
+        cache: torch.dtype | None = None,
+        page_size: int = 64,
+        max_rows: int = 8192,
+        kernels: Kernels = GPU,
+    ) -> None:
+        """Fold, quantise and pack every layer, and plan the kernels that all of them share.
+
+        Args:
+            config: the model.
+            tensors: the checkpoint by its Hugging Face names.
+            device: where everything goes.
+            weights: "bf16", "fp16" or "fp8".
+            scaling: of FP8 activations, "delayed" or "row".
+            cache: dtype of the KV caches, the residual stream's by default, or float8_e4m3fn.
+            page_size: tokens per page of the KV caches.
+            max_rows: most tokens that run at once; memory for that many is allocated here.
+            kernels: where to get a block's kernels from.
+
+        Raises:
+            UnsupportedError: "exact", which is the CPU's; what there are no kernels for.
+            ArgumentError: see ``BlockSpec`` and ``LayerWeights.build``. CompileError.
+        """
+        require(
+            weights != "exact",
+            "weights",
+            repr(weights),
+            "'bf16', 'fp16' or 'fp8' on a GPU",
+            "pass device='cpu' for a forward pass without rounding",
+            UnsupportedError,
+        )
+        dtype = torch.float16 if weights == "fp16" else torch.bfloat16
+        self.config, self.device = config, torch.device(device)
+        self.spec = config.block(weights, cache or dtype, scaling)
+        self.page_size = page_size
+        self._max_rows = max_rows
+        packed = [
+            LayerWeights.build(tensors, self.spec, layer_prefix(i), device=self.device)
+            for i in range(config.layers)
+        ]
+        first = PrefillBlock.plan(
+            packed[0],
+            config.inv_freq.to(self.device),
+            max_rows=max_rows,
+            page=page_size,
+            kernels=kernels,
+        )
+        self.blocks = [first, *(first.with_weights(w) for w in packed[1:])]
+        self.group: DelayedGroup | None = None
+        self.scales: list[BlockScales] = []
+        if self.spec.delayed:
+            self.group = DelayedGroup.create(model_sites(config.layers), self.device)
+            self.scales = [BlockScales.of(self.group, i) for i in range(config.layers)]
+        self.strays = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._streams = [Stream.allocate(self.spec, max_rows, self.device) for _ in range(2)]
+        self._caches: WeakKeyDictionary[KVCache, list[LayerCache]] = WeakKeyDictionary()
+        self._uncalibrated = set(range(len(self.scales)))
+        self._plan_ends(tensors, kernels)
+
+    def _plan_ends(self, tensors: Mapping[str, torch.Tensor], kernels: Kernels) -> None:
+        """Embedding, final norm and head."""
+        config, spec, hidden = self.config, self.spec, self.config.shape.hidden
+        table = tensors[EMBEDDING].to(self.device, spec.dtype)
+        head = table if config.tied else tensors[HEAD].to(self.device, spec.dtype)
+        if config.scaled_embedding:
+            table = table * torch.tensor(hidden**0.5).to(self.device, spec.dtype)
+        self._table = table.contiguous()
+        self._embed = plan_embedding(hidden, spec.dtype, fp8=spec.delayed, device=self.device)
+        self._rows = kernels.rows(hidden, spec.dtype, self.device) if spec.rowwise else None
+        self._gain = tensors[NORM].to(self.device, torch.float32, copy=True)
+        self._norm = plan_final_norm(
+            hidden,
+            spec.dtype,
+            gain_dtype=torch.float32,
+            eps=spec.eps,
+            offset=spec.gain_offset,
+            device=self.device,
+        )
+        store = compose(Store(torch.float32))
+        order = store.row_order(config.vocabulary)
+        self._head = Weight(head, HEAD).quantize(FORMATS[spec.dtype]).pack(order)
+        # Few rows, as only the last token of each request is wanted.
+        self._project = kernels.projection(store, self._head, {"expected_m": 64})
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of the caches that the kernels were planned for."""
+        return self.spec.cache
+
+    @property
+    def max_rows(self) -> int | None:
+        """Rows that memory was allocated for."""
+        return self._max_rows
+
+    def embed(self, ids: torch.Tensor) -> Stream:
+        """The stream that enters the first layer, of token ids (M,) int64."""
+        x = self._streams[0].first(ids.numel())
+        if self.group is None:
+            self._embed.run(ids, self._table, x.values, x.sumsq, self.strays)
+            if self._rows is not None:
+                self._rows.run(x.values, x.codes, x.scale)
+            return x
+        site = self.group["0.x"]
+        for _ in range(2 if self._uncalibrated else 1):  # one run tells a fresh state its range
+            self.group.roll()
+            self._embed.run(ids, self._table, x.values, x.sumsq, self.strays, x.codes, site)
+        return replace(x, scale=site.scale_used)
+
+    def block(self, layer: int, x: Stream, requests: Requests, cache: KVCache) -> Stream:
+        """One layer, on the current stream; places keys and values in ``cache``."""
+        block, cells = self.blocks[layer], self._cells(cache)[layer]
+        scales = self.scales[layer] if self.scales else None
+        out = self._streams[1 - layer % 2].first(x.rows)
+        fresh = scales is not None and layer in self._uncalibrated
+        if scales is not None and fresh:
+            block.calibrate(x, requests, cells, out, scales)
+            self._uncalibrated.discard(layer)
+        # ``embed`` has rolled all states at once; calibration leaves one more roll to its layer.
+        return block.run(x, requests, cells, out, scales, roll=fresh)
+
+    def logits(self, x: Stream, rows: torch.Tensor) -> torch.Tensor:
+        """(R, vocabulary) float32 of the rows (R,) int64 of the last stream."""
+        y = matrix(rows.numel(), self.config.shape.hidden, self.spec.dtype, self.device)
+        out = matrix(rows.numel(), self.config.vocabulary, torch.float32, self.device)
+        if rows.numel():
+            self._norm.run(x.values, self._gain, y, sumsq=x.sumsq, rows=rows, strays=self.strays)
+            self._project.run(y, self._head, out=out)
+        return out
+
+    def _cells(self, cache: KVCache) -> list[LayerCache]:
+        """The cache as the layers take it, described once."""
+        if cache not in self._caches:
+            found = [LayerCache.of_model(cache, i) for i in range(self.config.layers)]
+            self._caches[cache] = found
+        return self._caches[cache]
