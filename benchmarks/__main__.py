@@ -1,9 +1,9 @@
-"""``python -m benchmarks [gemm] [epilogue] [calls] [accuracy] [--shapes 1B,8B] [--M 64,2048] [--quick]``.
+"""``python -m benchmarks [TABLE …] [--shapes 1B,8B] [--M 64,2048] [--lengths 512,2048] [--quick]``.
 
 Writes ``<table>.json`` to ``--out``, else to ``$OUT``, else to ``benchmarks/results/<device>``,
 prints every row as it is measured and the whole table last. Exits with 1 where a kernel of epicute
-failed or was wrong. Without names, all of these tables are measured; the table ``search``, which is
-long, is measured where it is named.
+failed or was wrong. Without names, all tables are measured but ``search``, which is long, and
+``prefill-model``, which needs ``--checkpoint``: these are measured where they are named.
 """
 
 from __future__ import annotations
@@ -16,7 +16,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import accuracy, calls, epilogue, gemm, power, search
+from benchmarks import (
+    accuracy,
+    attention,
+    calls,
+    epilogue,
+    gemm,
+    layer_accuracy,
+    packed_prefill,
+    power,
+    prefill_layer,
+    prefill_model,
+    search,
+)
 from benchmarks.harness import LAYERS, Options
 from benchmarks.ours import compile_all
 from benchmarks.provenance import ROOT, Provenance, slug
@@ -30,19 +42,33 @@ TABLES: dict[str, Any] = {
     "epilogue": epilogue,
     "calls": calls,
     "accuracy": accuracy,
+    "attention": attention,
+    "prefill-layer": prefill_layer,
+    "packed-prefill": packed_prefill,
+    "layer-accuracy": layer_accuracy,
 }
 """Measured where none is named."""
 
-KNOWN = {**TABLES, "search": search}
+KNOWN = {**TABLES, "search": search, "prefill-model": prefill_model}
 SHAPES_OF = {
     "gemm": ("1B", "8B", "70B", "405B"),
     "epilogue": ("8B", "1B", "70B", "405B"),
     "search": ("8B", "1B", "70B", "405B"),
+    "prefill-layer": ("1B", "8B", "70B", "405B"),
+    "packed-prefill": ("8B",),
+    "layer-accuracy": ("1B", "8B"),
 }
 """Shapes of each table where none are named; the others have sizes of their own."""
 
 M_OF = {"search": (64, 256, 1024, 2048, 8192)}
 """M of each table where none is named; 2048 of the others."""
+
+LENGTHS_OF = {
+    "attention": (2048, 4096, 8192, 16384, 32768),
+    "prefill-layer": (512, 1024, 2048, 4096, 8192, 16384),
+    "prefill-model": (512, 2048, 8192),
+}
+"""Tokens of a request of each table where none are named; the others have lengths of their own."""
 
 SHARDED = ("gemm", "search")
 BRIEF: dict[str, dict[str, Any]] = {
@@ -50,7 +76,7 @@ BRIEF: dict[str, dict[str, Any]] = {
 }
 """Fewer rounds of tables with many candidates. Slices stay: short ones rank ping-pong too high."""
 
-SUMMARIES = {"search": search.summary}
+SUMMARIES = {"search": search.summary, "prefill-model": prefill_model.summary}
 """What is printed behind a table."""
 
 
@@ -58,13 +84,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "tables", nargs="*", metavar="table", help=f"of {', '.join(KNOWN)}; all but search"
+        "tables", nargs="*", metavar="table", help=f"of {', '.join(KNOWN)}; all but the last two"
     )
     parser.add_argument("--out", type=Path, help="folder of the JSON files")
     parser.add_argument("--quick", action="store_true", help="short slices, three rounds")
     parser.add_argument("--shapes", type=_list, default=(), help="for example 8B,70B")
     parser.add_argument("--layers", type=_list, default=LAYERS, help=f"of {','.join(LAYERS)}")
     parser.add_argument("--M", type=_counts, default=(), help="for example 64,2048")
+    parser.add_argument("--lengths", type=_counts, default=(), help="for example 512,2048")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="prefill-model: a model's Hugging Face folder"
+    )
+    parser.add_argument("--text", type=Path, help="prefill-model: a text to measure perplexity on")
     parser.add_argument(
         "--shards", action="store_true", help="gemm, search: tensor-parallel shards too"
     )
@@ -89,6 +120,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         if unknown:
             parser.error(f"{name}: unknown {', '.join(unknown)}; known are {', '.join(known)}")
     given.tables = given.tables or list(TABLES)
+    if "prefill-model" in given.tables and given.checkpoint is None:
+        parser.error("prefill-model: needs --checkpoint FOLDER")
     return given
 
 
@@ -118,6 +151,9 @@ def options_of(given: argparse.Namespace, table: str) -> Options:
         layers=given.layers,
         M=given.M or M_OF.get(table, (2048,)),
         shards=given.shards and table in SHARDED,
+        lengths=given.lengths or LENGTHS_OF.get(table, ()),
+        checkpoint=given.checkpoint,
+        text=given.text,
         quack=given.quack,
         tries=given.tries,
         accumulate=given.accumulate,

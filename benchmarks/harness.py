@@ -19,6 +19,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import median
 from typing import Any, Protocol, TypeVar
 
@@ -55,6 +56,8 @@ class Options:
     Attributes:
         shapes, layers, M: every layer of every shape at every M.
         shards: whether the tensor-parallel shards come behind them.
+        lengths: tokens of a request, in tables of attention, layers and models.
+        checkpoint, text: folder of the model in ``prefill-model``, and what it is to read.
         device: torch's name of it.
         rounds: slices per candidate that count.
         lead_us: untimed calls at the beginning of a slice.
@@ -69,6 +72,9 @@ class Options:
     layers: tuple[str, ...] = LAYERS
     M: tuple[int, ...] = (2048,)
     shards: bool = False
+    lengths: tuple[int, ...] = ()
+    checkpoint: Path | None = None
+    text: Path | None = None
     device: str = "cuda"
     rounds: int = 5
     lead_us: float = 60000.0

@@ -1,8 +1,8 @@
 """One figure per table, from its JSON alone: ``python -m benchmarks.plots FILE... [--out DIR]``.
 
-Bars show the share of the floor each candidate reaches (higher is better), so that shapes of all
-sizes fit one axis; where a table has no floors, they show time, and where it is about errors, those
-by norm. A failed candidate has a cross in place of its bar.
+Bars show the rate of attention and of layers, and else the share of the floor each candidate reaches
+(higher is better), so that shapes of all sizes fit one axis; where a table has no floors, they show
+time, and where it is about errors, those by norm. A failed candidate has a cross in place of its bar.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ import argparse
 import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.table import label, validate
+from benchmarks.work import UNITS, rate
 
 __all__ = ["draw", "main", "series"]
 
 BAR = 0.18
 """Height of a bar and of the space between rows, inches."""
+
+LINEAR = ("share of the floor, %", *UNITS.values())
+"""What is shown on an axis from 0; the others' are logarithmic."""
 
 LABEL = 48
 """Characters in a line of a row's label."""
@@ -27,19 +32,28 @@ LABEL = 48
 
 def series(table: Mapping[str, Any]) -> tuple[str, dict[str, list[float | None]]]:
     """(what is shown, candidate → one value per row, None where it has none), ours first."""
-    rows = table["rows"]
-    shown, values = _values(rows)
+    rows = [row for row in table["rows"] if not _untimed(row)]
+    shown, values = _values(table["table"], rows)
     found = [values(row) | dict.fromkeys(row.get("failed", {})) for row in rows]
     names = list(dict.fromkeys(name for row in found for name in row))
     return shown, {name: [row.get(name) for row in found] for name in names}
 
 
+def _untimed(row: Mapping[str, Any]) -> bool:
+    """Whether a row is of a model's quality, which has no bar."""
+    return "perplexity" in row and row["ours_us"] is None and not row["peers_us"]
+
+
 def _values(
+    name: str,
     rows: Sequence[Mapping[str, Any]],
 ) -> tuple[str, Callable[[Mapping[str, Any]], dict[str, float | None]]]:
     """What these rows show, and a row's values of it by candidate."""
-    if any("errors" in row for row in rows):
+    timed = any(row["ours_us"] or row["peers_us"] for row in rows)
+    if any("errors" in row for row in rows) and not timed:
         return "relative error by norm", _errors
+    if name in UNITS:
+        return UNITS[name], partial(_rates, name)
     if rows and all(row["floor_us"] > 0 for row in rows):
         return "share of the floor, %", _shares
     return "µs", _times
@@ -51,6 +65,10 @@ def _times(row: Mapping[str, Any]) -> dict[str, float | None]:
 
 def _shares(row: Mapping[str, Any]) -> dict[str, float | None]:
     return {name: time and 100 * row["floor_us"] / time for name, time in _times(row).items()}
+
+
+def _rates(name: str, row: Mapping[str, Any]) -> dict[str, float | None]:
+    return {n: time and rate(name, row["case"], time) for n, time in _times(row).items()}
 
 
 def _errors(row: Mapping[str, Any]) -> dict[str, float | None]:
@@ -67,7 +85,8 @@ def draw(table: Mapping[str, Any], path: Path) -> None:
 
     validate(table)
     shown, found = series(table)
-    rows, bars = table["rows"], max(1, len(found))
+    rows = [row for row in table["rows"] if not _untimed(row)]
+    bars = max(1, len(found))
     height = 1.5 + BAR * len(rows) * (bars + 1)
     with plt.rc_context({"svg.hashsalt": table["table"], "font.size": 8}):
         figure, axes = plt.subplots(figsize=(10, height), layout="constrained")
@@ -86,7 +105,7 @@ def draw(table: Mapping[str, Any], path: Path) -> None:
         axes.margins(y=0.01)
         axes.invert_yaxis()
         measured = any(value is not None for values in found.values() for value in values)
-        if not shown.endswith("%") and measured:
+        if shown not in LINEAR and measured:
             axes.set_xscale("log")
         axes.set_xlabel(shown)
         head = f"{table['table']}, {table['device']}, torch {table['torch']}, dsl {table['dsl']}"

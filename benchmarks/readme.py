@@ -8,7 +8,8 @@
 | status | what exists, and what of it GPU tests have covered |
 | planned | what does not exist yet |
 | summary | geometric mean, least and most of peer over ours, per table, format and accumulation |
-| gemm, epilogue, calls, accuracy | every row of the table of that name |
+| gemm, epilogue, calls, accuracy, layer-accuracy | every row of the table of that name |
+| attention, prefill-layer, packed-prefill, prefill-model | the same, with rates and footprints |
 | power | clock, power and share of the peak at that clock of every measurement of the table gemm |
 | gpu-tests | passed, failed and skipped per test file |
 
@@ -28,15 +29,23 @@ from statistics import median
 from typing import Any
 
 from benchmarks.floors import FLOP_PER_CLOCK, PEAK, SMS, nominal_mhz
+from benchmarks.mixes import padding
 from benchmarks.points import Point, points
 from benchmarks.provenance import ROOT
-from benchmarks.table import geometric_mean, label, ratios, validate
+from benchmarks.table import KEYS, KEYS_OF, geometric_mean, label, ratios, validate
+from benchmarks.work import UNITS, rate
 from epicute.errors import ArgumentError, require
 
 __all__ = ["BLOCKS", "DEVICE", "PARTS", "PLANNED", "Part", "Results", "main", "pages", "rendered"]
 
 DEVICE = "h200"
-TABLES = ("gemm", "epilogue", "calls", "accuracy")
+SUMMED = ("gemm", "epilogue")
+"""Tables that the summary names whether or not they are measured."""
+
+MODELS = ("attention", "prefill-layer", "packed-prefill", "prefill-model")
+"""Tables that the summary has once they are measured."""
+
+TABLES = (*SUMMED, "calls", "accuracy", *MODELS, "layer-accuracy")
 GPU_TESTS = "gpu-tests"
 
 BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -173,22 +182,26 @@ def source(table: Mapping[str, Any]) -> str:
 
 
 def summary(results: Results) -> str:
-    """Peer over ours for the GEMM and its epilogues, without single rows."""
+    """Peer over ours, without single rows."""
     parts = []
-    for name in ("gemm", "epilogue"):
+    for name in (*SUMMED, *MODELS):
         table = results.read(name)
-        parts.append(absent(name) if table is None else _ratios(table))
+        if table is not None:
+            parts.append(_ratios(table))
+        elif name in SUMMED:
+            parts.append(absent(name))
     return "\n\n".join(parts)
 
 
 def _ratios(table: Mapping[str, Any]) -> str:
+    keys = KEYS_OF.get(table["table"], KEYS)
     rows = [
         (*key, *(f"{x:.2f}×" for x in (geometric_mean(r), min(r), max(r))), str(len(r)))
-        for key, r in sorted(ratios(table["rows"]).items())
+        for key, r in sorted(ratios(table["rows"], keys).items())
     ]
     failed = sum(row["ours_us"] is None for row in table["rows"])
     lost = f" Cases of ours that failed: {failed}." if failed else ""
-    heads = ("weights", "accumulate", "peer", "peer's time over ours", "least", "most", "cases")
+    heads = (*keys, "peer", "peer's time over ours", "least", "most", "cases")
     title = f"**{table['table']}**: {table['paper']}. {source(table)}{lost}"
     return f"{title}\n\n{markdown(heads, rows)}"
 
@@ -201,21 +214,55 @@ def whole(name: str) -> Callable[[Results], str]:
         if table is None:
             return absent(name)
         rows = table["rows"]
-        of_errors = any("errors" in row for row in rows)
-        parts = [source(table), *(_errors(rows) if of_errors else _times(rows))]
+        timed = any(row["ours_us"] or row["peers_us"] for row in rows)
+        parts = [source(table)]
+        if timed or not any("errors" in row for row in rows):
+            parts += _times(name, rows)
+        if any("errors" in row for row in rows):
+            parts += _errors([row for row in rows if "errors" in row] if timed else rows)
+        for kind, heading in BESIDE.items():
+            if any(kind in row for row in rows):
+                parts.append(_beside(kind, heading, rows))
         parts += [f"Protocol: {table['protocol']}.", f"Floor: {table['floor']}."]
         return "\n\n".join(parts)
 
     return render
 
 
-def _times(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+BESIDE = {
+    "launches": "launches of a call",
+    "peak_bytes": "MB that a call needs beside weights, input and cache",
+    "perplexity": "perplexity",
+}
+"""What a row may have beside times and errors, and how it is headed."""
+
+
+def _beside(kind: str, heading: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """One table of everybody's numbers of this kind, ours first."""
+    found = [row for row in rows if kind in row]
+    names = list(dict.fromkeys(name for row in found for name in row[kind]))
+    names.sort(key=lambda name: name != "ours")
+
+    def cell(value: float | None) -> str:
+        if value is None:
+            return "-"
+        if kind == "peak_bytes":
+            return f"{value / 1e6:.1f}"
+        return f"{value:.3f}" if kind == "perplexity" else str(value)
+
+    body = [[label(row["case"]), *(cell(row[kind].get(name)) for name in names)] for row in found]
+    return markdown([f"{heading}: case", *names], body)
+
+
+def _times(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """One table for each set of peers, measured or failed, and each accumulation."""
     groups: dict[tuple[str, tuple[str, ...]], list[Mapping[str, Any]]] = {}
     for row in rows:
+        if "perplexity" in row and not row["peers_us"] and not row["ours_us"]:
+            continue  # a model's quality has no time
         peers = tuple(sorted({*row["peers_us"], *row.get("failed", {})} - {"ours"}))
         groups.setdefault((row["case"].get("accumulate", "-"), peers), []).append(row)
-    return [_rows(peers, found) for (_, peers), found in groups.items()]
+    return [_rows(name, peers, found) for (_, peers), found in groups.items()]
 
 
 def _errors(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -236,29 +283,44 @@ def _errors(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [markdown(heads, body)]
 
 
-def _rows(peers: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    heads = ("case", "ours, µs", "of the floor", *peers, "error: norm", "worst row")
-    return markdown(heads, [_row(peers, row) for row in rows])
+def _rows(name: str, peers: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    rates = (UNITS[name],) if name in UNITS else ()
+    heads = ["case", "ours, µs", *rates, "of the floor"]
+    for peer in peers:
+        heads += [peer, *rates]
+    heads += ["of the padding ratio"] if name == PACKED else []
+    return markdown([*heads, "error: norm", "worst row"], [_row(name, peers, row) for row in rows])
 
 
-def _row(peers: Sequence[str], row: Mapping[str, Any]) -> tuple[str, ...]:
+PACKED = "packed-prefill"
+
+
+def _row(name: str, peers: Sequence[str], row: Mapping[str, Any]) -> tuple[str, ...]:
     ours, floor, error = row["ours_us"], row["floor_us"], row["error"]
 
-    def peer(name: str) -> str:
-        if name in row.get("failed", {}):
-            return "failed"
-        time = row["peers_us"].get(name)
-        if time is None:
-            return "-"
-        return f"{time:.1f} ({time / ours:.2f}×)" if ours else f"{time:.1f}"
+    def speed(time: float | None) -> list[str]:
+        if name not in UNITS:
+            return []
+        return [f"{rate(name, row['case'], time):.0f}" if time else "-"]
 
-    return (
-        label(row["case"]),
-        f"{ours:.1f}" if ours else "failed",
-        f"{floor / ours:.0%}" if ours and floor else "-",
-        *map(peer, peers),
-        *(f"{error[word]:.1e}" if error else "-" for word in ("norm", "worst_row")),
-    )
+    def peer(called: str) -> list[str]:
+        if called in row.get("failed", {}):
+            return ["failed", *speed(None)]
+        time = row["peers_us"].get(called)
+        if time is None:
+            return ["-", *speed(None)]
+        return [f"{time:.1f} ({time / ours:.2f}×)" if ours else f"{time:.1f}", *speed(time)]
+
+    cells = [f"{ours:.1f}" if ours else "failed", *speed(ours)]
+    cells.append(f"{floor / ours:.0%}" if ours and floor else "-")
+    for called in peers:
+        cells += peer(called)
+    if name == PACKED:
+        padded = row["peers_us"].get("ours-padded")
+        share = padded / ours / padding(row["case"]["mix"]) if ours and padded else None
+        cells.append("-" if share is None else f"{share:.0%}")
+    cells += [f"{error[word]:.1e}" if error else "-" for word in ("norm", "worst_row")]
+    return (label(row["case"]), *cells)
 
 
 def power(results: Results) -> str:

@@ -3,14 +3,16 @@
     {table, paper, device, driver, torch, dsl, commit, date, protocol, floor,
      rows: [{case, ours_us, floor_us, peers_us: {name: µs}, error: {norm, worst_row},
              errors: {name: {norm, worst_row}}, failed: {name: why},
-             clocks_mhz: {name: MHz}, watts: {name: W}}]}
+             clocks_mhz: {name: MHz}, watts: {name: W},
+             launches: {name: count}, peak_bytes: {name: bytes}, perplexity: {name: number}}]}
 
 ``error`` is ours, null only in tables that measure no result; ``errors`` are the peers', there only
 in tables that are about them. ``failed`` is there only where a candidate failed. ``ours_us`` is null
-only where ``failed`` says why, and in rows with ``errors`` that measure no time. ``clocks_mhz`` and
-``watts`` are the SM clock and the power while a candidate was timed, ours as ``ours``, there only
-where the card's sensors could be read. A file is valid after every row, so that a run that is cut
-short keeps its rows.
+only where ``failed`` says why, and in rows with ``errors`` or ``perplexity`` that measure no time.
+``clocks_mhz`` and ``watts`` are the SM clock and the power while a candidate was timed, ours as
+``ours``, there only where the card's sensors could be read; ``launches`` and ``peak_bytes`` what a
+call takes beside its time (``benchmarks.footprint``), and ``perplexity`` of a model, in tables that
+measure them. A file is valid after every row, so that a run that is cut short keeps its rows.
 """
 
 from __future__ import annotations
@@ -26,7 +28,18 @@ from typing import Any
 from benchmarks.provenance import Provenance
 from epicute.errors import require
 
-__all__ = ["CASE", "Row", "Table", "geometric_mean", "label", "ratios", "render", "validate"]
+__all__ = [
+    "CASE",
+    "KEYS",
+    "KEYS_OF",
+    "Row",
+    "Table",
+    "geometric_mean",
+    "label",
+    "ratios",
+    "render",
+    "validate",
+]
 
 CASE: dict[str, type | tuple[str, ...]] = {
     "shape": str,
@@ -76,7 +89,8 @@ PLAIN = ("shape", "layer", "weights", "composition", "mix", "variant")
 HEAD = ("table", "paper", "device", "driver", "torch", "dsl", "commit", "date", "protocol", "floor")
 ROW = ("case", "ours_us", "floor_us", "peers_us", "error")
 SENSORS = ("clocks_mhz", "watts")
-OPTIONAL = ("errors", "failed", *SENSORS)
+FOOTPRINTS = ("launches", "peak_bytes")
+OPTIONAL = ("errors", "failed", *SENSORS, *FOOTPRINTS, "perplexity")
 """Fields of a row that are left out where they are empty."""
 
 
@@ -85,7 +99,8 @@ class Row:
     """One measured case. Times in µs per call.
 
     ``error`` is ours and ``errors`` are the peers'; ``failed`` maps a candidate to what went wrong,
-    ``clocks_mhz`` and ``watts`` to what the card's sensors said.
+    ``clocks_mhz`` and ``watts`` to what the card's sensors said, ``launches`` and ``peak_bytes`` to
+    what a call takes, ``perplexity`` to that of its model.
     """
 
     case: Mapping[str, Any]
@@ -97,6 +112,9 @@ class Row:
     errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     clocks_mhz: Mapping[str, float] = field(default_factory=dict)
     watts: Mapping[str, float] = field(default_factory=dict)
+    launches: Mapping[str, int] = field(default_factory=dict)
+    peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    perplexity: Mapping[str, float] = field(default_factory=dict)
 
     def json(self) -> dict[str, Any]:
         """As it stands in the file."""
@@ -151,7 +169,7 @@ def _validate_row(where: str, row: Mapping[str, Any]) -> None:
     failed, errors = row.get("failed", {}), row.get("errors", {})
     if row["ours_us"] is None:
         untimed = bool(errors) and row["error"] is not None
-        told = "ours" in failed or untimed
+        told = "ours" in failed or untimed or "ours" in row.get("perplexity", {})
         require(told, f"{where}.ours_us", None, "a time", "or say why in failed.ours")
     else:
         _number(f"{where}.ours_us", row["ours_us"], positive=True)
@@ -172,6 +190,14 @@ def _validate_row(where: str, row: Mapping[str, Any]) -> None:
         for name, value in row.get(sensor, {}).items():
             require(name in timed, f"{where}.{sensor}", name, "a timed candidate", "leave it out")
             _number(f"{where}.{sensor}.{name}", value, positive=True)
+    for kind in FOOTPRINTS:
+        for name, count in row.get(kind, {}).items():
+            require(name in timed, f"{where}.{kind}", name, "a timed candidate", "leave it out")
+            require(type(count) is int, f"{where}.{kind}.{name}", repr(count), "an int", "count")
+            _number(f"{where}.{kind}.{name}", count)
+    for name, value in row.get("perplexity", {}).items():
+        _number(f"{where}.perplexity.{name}", value, positive=True)
+        require(name not in failed, f"{where}.perplexity.{name}", "also failed", "one", "keep one")
 
 
 def _validate_error(where: str, error: Mapping[str, float]) -> None:
@@ -239,6 +265,9 @@ def line(row: Mapping[str, Any]) -> str:
     if row["error"]:
         parts.append(f"error {_both(row['error'])}")
     parts += [f"{name} {_both(error)}" for name, error in row.get("errors", {}).items()]
+    for kind in (*FOOTPRINTS, "perplexity"):
+        if said := row.get(kind):
+            parts.append(f"{kind} " + ", ".join(f"{n} {x:.7g}" for n, x in said.items()))
     parts += [f"FAILED {name}: {_short(why)}" for name, why in row.get("failed", {}).items()]
     return "  ".join(parts)
 
@@ -254,17 +283,29 @@ def _short(why: str, most: int = 300) -> str:
     return text if len(text) <= most else f"{text[: most // 3]} … {text[-most * 2 // 3 :]}"
 
 
-def ratios(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, str], list[float]]:
-    """(weights, accumulate, peer) → peer over ours of every case that has both times.
+KEYS = ("weights", "accumulate")
+KEYS_OF = {
+    "attention": ("head_dim", "mix"),
+    "prefill-layer": ("shape", "weights"),
+    "packed-prefill": ("weights",),
+    "prefill-model": ("shape", "weights"),
+}
+"""Fields of a case that a table's means are told apart by, where they are not ``KEYS``."""
 
-    A case that does not say its weights or accumulation counts as ``-``.
+
+def ratios(
+    rows: Iterable[Mapping[str, Any]], keys: tuple[str, ...] = KEYS
+) -> dict[tuple[str, ...], list[float]]:
+    """(value of each key, and the peer) → peer over ours of every case that has both times.
+
+    A case that does not say a key counts as ``-``.
     """
-    found: dict[tuple[str, str, str], list[float]] = {}
+    found: dict[tuple[str, ...], list[float]] = {}
     for row in rows:
-        weights, accumulate = (row["case"].get(key, "-") for key in ("weights", "accumulate"))
+        group = tuple(str(row["case"].get(key, "-")) for key in keys)
         for name, time in row["peers_us"].items():
             if row["ours_us"]:
-                found.setdefault((weights, accumulate, name), []).append(time / row["ours_us"])
+                found.setdefault((*group, name), []).append(time / row["ours_us"])
     return found
 
 
@@ -272,7 +313,13 @@ def render(table: Mapping[str, Any]) -> str:
     """The whole table as text, geometric means last."""
     short = f"{table['table']} on {table['device']}, {table['commit'][:12]}, {table['date']}"
     lines = [short, *(line(row) for row in table["rows"])]
-    for (weights, accumulate, peer), found in sorted(ratios(table["rows"]).items()):
-        what = f"{weights} weights, accumulate {accumulate}, {peer} over ours"
-        lines.append(f"geometric mean, {what}: {geometric_mean(found):.3f} ({len(found)})")
+    keys = KEYS_OF.get(table["table"], KEYS)
+    for (*group, peer), found in sorted(ratios(table["rows"], keys).items()):
+        said = ", ".join(map(_said, keys, group))
+        mean = f"{geometric_mean(found):.3f} ({len(found)}), least {min(found):.3f}"
+        lines.append(f"geometric mean, {said}, {peer} over ours: {mean}")
     return "\n".join(lines)
+
+
+def _said(key: str, value: str) -> str:
+    return f"{value} weights" if key == "weights" else f"{key} {value}"

@@ -14,7 +14,9 @@ from benchmarks.table import Row, Table
 
 def test_everything_by_default() -> None:
     given = parse([])
-    assert given.tables == [*TABLES] == ["gemm", "epilogue", "calls", "accuracy"]
+    first = ["gemm", "epilogue", "calls", "accuracy"]
+    layers = ["prefill-layer", "packed-prefill", "layer-accuracy"]
+    assert given.tables == [*TABLES] == [*first, "attention", *layers]
     assert options_of(given, "gemm").shapes == ("1B", "8B", "70B", "405B")
     assert options_of(given, "epilogue").shapes == ("8B", "1B", "70B", "405B")
     assert {options_of(given, name).M for name in TABLES} == {(2048,)}
@@ -85,12 +87,34 @@ def test_what_is_no_count_of_rows_is_refused(
 
 
 @pytest.mark.parametrize(
-    "wrong", [["attention"], ["gemm", "--shapes", "9B"], ["--layers", "gate"]], ids=str
+    "wrong", [["attentive"], ["gemm", "--shapes", "9B"], ["--layers", "gate"]], ids=str
 )
 def test_unknown_words_are_refused(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(wrong)
     assert "known are" in capsys.readouterr().err
+
+
+def test_lengths_of_requests() -> None:
+    given = parse([])
+    whole = (2048, 4096, 8192, 16384, 32768)
+    assert options_of(given, "attention").lengths == whole
+    assert options_of(given, "prefill-layer").lengths == (512, 1024, 2048, 4096, 8192, 16384)
+    assert options_of(given, "prefill-layer").shapes == ("1B", "8B", "70B", "405B")
+    assert options_of(given, "packed-prefill").shapes == ("8B",)
+    assert options_of(given, "layer-accuracy").shapes == ("1B", "8B")
+    assert options_of(given, "gemm").lengths == ()
+    some = parse(["prefill-layer", "--lengths", "512,2048"])
+    assert options_of(some, "prefill-layer").lengths == (512, 2048)
+
+
+def test_a_model_needs_its_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["prefill-model"])
+    assert "--checkpoint" in capsys.readouterr().err
+    given = parse(["prefill-model", "--checkpoint", "smollm2", "--text", "1960.txt"])
+    found = options_of(given, "prefill-model")
+    assert (found.checkpoint, found.text) == (Path("smollm2"), Path("1960.txt"))
 
 
 def test_where_results_go(source: Provenance, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +144,7 @@ def test_a_table_of_errors_is_complete_without_times(source: Provenance, tmp_pat
 
 
 def test_every_table_has_a_measure() -> None:
-    assert [*KNOWN] == [*TABLES, "search"]
+    assert [*KNOWN] == [*TABLES, "search", "prefill-model"]
     for module in KNOWN.values():
         assert callable(module.table), SimpleNamespace(module=module)
         assert callable(module.kernels), SimpleNamespace(module=module)

@@ -41,6 +41,28 @@ def test_times_where_there_is_no_floor(table: dict[str, Any]) -> None:
     assert series(table)[1]["ours"] == [80.0, None]
 
 
+def test_rates_of_layers_and_of_attention(table: dict[str, Any], tmp_path: Path) -> None:
+    case = {"shape": "8B", "weights": "fp8", "batch": 1, "length": 2048}
+    errors = {"cublas-bf16": {"norm": 0.01, "worst_row": 0.02}}
+    rows = [{**row, "case": case, "errors": errors} for row in table["rows"]]
+    layers = {**table, "table": "prefill-layer", "rows": rows}
+    shown, found = series(layers)
+    assert shown == "TFLOP/s"
+    flops = 2 * 2048 * 218.10e6 + 2 * 2048**2 * 4096
+    assert found["ours"] == [pytest.approx(flops / 80e6, rel=1e-4), None]
+    draw(layers, tmp_path / "layers.svg")
+
+
+def test_a_models_quality_has_no_bar(table: dict[str, Any], tmp_path: Path) -> None:
+    timed = {**table["rows"][0], "case": {"batch": 1, "length": 160}}
+    judged = {**timed, "ours_us": None, "peers_us": {}, "perplexity": {"ours": 17.0}}
+    model = {**table, "table": "prefill-model", "rows": [judged, timed]}
+    shown, found = series(model)
+    assert shown == "tokens/s"
+    assert found["ours"] == [pytest.approx(2e6)]
+    draw(model, tmp_path / "model.svg")
+
+
 def of_errors(table: dict[str, Any]) -> dict[str, Any]:
     """The same table about errors: of the first row's peers one failed, of the second ours."""
     error = {"norm": 0.01, "worst_row": 0.02}

@@ -132,6 +132,38 @@ def test_a_table_of_errors_names_whose_they_are(tmp_path: Path) -> None:
     assert "µs" not in "".join(said)
 
 
+def test_a_layer_has_rates_errors_and_footprints(tmp_path: Path) -> None:
+    case = {"shape": "8B", "weights": "fp8", "batch": 1, "length": 2048}
+    more = {
+        "errors": {"compile-fp8": {"norm": 0.03, "worst_row": 0.04}},
+        "launches": {"compile-fp8": 14, "ours": 5},
+        "peak_bytes": {"ours": 46_100_000},
+    }
+    rows = [row("fp8", 804.2, {"compile-fp8": 1004.5}, **more) | {"case": case}]
+    (tmp_path / "prefill-layer.json").write_text(json.dumps(table("prefill-layer", rows)))
+    said = BLOCKS["prefill-layer"](Results(tmp_path))
+    assert "| case | ours, µs | TFLOP/s | of the floor | compile-fp8 | TFLOP/s | error" in said
+    assert "| 804.2 | 1154 | 6% | 1004.5 (1.25×) | 924 | 1.7e-03 |" in said
+    assert "| 1.7e-03 | 2.5e-03 | 3.0e-02 | 4.0e-02 |" in said
+    assert "| launches of a call: case | ours | compile-fp8 |" in said
+    assert "| 5 | 14 |" in said
+    assert "| 46.1 |" in said
+    summary = BLOCKS["summary"](Results(tmp_path))
+    assert "| shape | weights | peer |" in summary
+    assert "| 8B | fp8 | compile-fp8 | 1.25× | 1.25× | 1.25× | 1 |" in summary
+
+
+def test_packing_is_measured_by_its_padding(tmp_path: Path) -> None:
+    case = {"shape": "8B", "weights": "fp8", "batch": 8, "length": 2048, "M": 2944}
+    case["mix"] = "one long, seven short"
+    rows = [row("fp8", 1000.0, {"ours-padded": 5400.0}) | {"case": case}]
+    (tmp_path / "packed-prefill.json").write_text(json.dumps(table("packed-prefill", rows)))
+    said = BLOCKS["packed-prefill"](Results(tmp_path))
+    assert "| of the padding ratio |" in said
+    assert "| 5400.0 (5.40×) |" in said
+    assert "| 97% | 1.7e-03 |" in said  # 16384 / 2944 = 5.57
+
+
 def test_power_stands_once_per_measurement_with_its_share(tmp_path: Path) -> None:
     peer = {"cublas-bf16": 160.0}
     bf16 = row("bf16", 158.0, peer, clocks_mhz={"ours": 1470.0}, watts={"ours": 708.2})

@@ -89,6 +89,14 @@ BREAKS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "power of a failed kernel": lambda t: row_of(t).update(
         ours_us=None, failed={"ours": "why"}, watts={"ours": 690.0}
     ),
+    "launches of no candidate": lambda t: row_of(t).update(launches={"fa4": 1}),
+    "half a launch": lambda t: row_of(t).update(launches={"ours": 0.5}),
+    "negative bytes": lambda t: row_of(t).update(peak_bytes={"ours": -1}),
+    "infinite perplexity": lambda t: row_of(t).update(perplexity={"ours": math.inf}),
+    "perplexity of a failed model": lambda t: row_of(t).update(
+        failed={"p": "why"}, perplexity={"p": 9.0}
+    ),
+    "perplexity of others alone": lambda t: row_of(t).update(ours_us=None, perplexity={"p": 9.0}),
     "errors of no one": lambda t: row_of(t).update(ours_us=None, errors={}),
     "peers' errors alone": lambda t: row_of(t).update(
         ours_us=None, error=None, errors={"fa4": ERROR}
@@ -129,6 +137,26 @@ def test_clocks_and_power_stand_by_candidate() -> None:
     validate({**table, "rows": [row]})
 
 
+def test_what_a_call_takes_stands_by_candidate() -> None:
+    table = example()
+    launches, sizes = {"ours": 5, "cublas-bf16": 0}, {"ours": 123456789}
+    row = Row({}, 10.0, 5.0, {"cublas-bf16": 11.0}, launches=launches, peak_bytes=sizes).json()
+    assert (row["launches"], row["peak_bytes"]) == (launches, sizes)
+    table["rows"] = [row]
+    validate(table)
+    assert "launches ours 5, cublas-bf16 0  peak_bytes ours 1.234568e+08" in render(table)
+
+
+def test_a_model_may_be_judged_and_not_timed() -> None:
+    table = example()
+    row_of(table).update(ours_us=None, peers_us={}, perplexity={"ours": 17.25, "p": 17.5})
+    validate(table)
+    text = render(table)
+    assert "perplexity ours 17.25, p 17.5" in text
+    assert "µs" not in text
+    assert "failed" not in text
+
+
 def test_every_shard_is_a_word_of_the_schema() -> None:
     table = example()
     for name, (n, k) in SHARDS.items():
@@ -137,7 +165,8 @@ def test_every_shard_is_a_word_of_the_schema() -> None:
 
 
 def test_empty_fields_are_left_out() -> None:
-    assert not {"errors", "failed", "clocks_mhz", "watts"} & Row({}, 1.0, 1.0).json().keys()
+    empty = {"errors", "failed", "clocks_mhz", "watts", "launches", "peak_bytes", "perplexity"}
+    assert not empty & Row({}, 1.0, 1.0).json().keys()
     row = Row({}, None, 0.0, error=ERROR, errors={"p": ERROR}, failed={"q": "why"}).json()
     assert (row["errors"], row["failed"]) == ({"p": ERROR}, {"q": "why"})
 
@@ -183,6 +212,21 @@ def test_ratios_are_per_format_accumulation_and_peer() -> None:
         ("bf16", "-", "p"): [0.5],
         ("-", "-", "p"): [3.0],
     }
+
+
+def test_ratios_may_be_per_other_keys() -> None:
+    def row(peer: float, **case: Any) -> dict[str, Any]:
+        return {"case": case, "ours_us": 1.0, "peers_us": {"fa4": peer}}
+
+    rows = [row(2.0, head_dim=128), row(3.0, head_dim=64), row(4.0, head_dim=128, mix="equal")]
+    assert ratios(rows, ("head_dim", "mix")) == {
+        ("128", "-", "fa4"): [2.0],
+        ("64", "-", "fa4"): [3.0],
+        ("128", "equal", "fa4"): [4.0],
+    }
+    table = {**example(), "table": "attention"}
+    table["rows"] = [{**row_of(table), **found} for found in rows]
+    assert "geometric mean, head_dim 128, mix -, fa4 over ours: 2.000 (1)" in render(table)
 
 
 def test_means_keep_accumulations_apart() -> None:

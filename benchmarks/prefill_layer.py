@@ -1,0 +1,140 @@
+"""Table ``prefill-layer``: one whole layer at batch one, beside what PyTorch users compile.
+
+FP8 and BF16 candidates share a session. PyTorch's FP8 layer stands twice: with the back-end of
+attention that is fastest for this case (``compile-fp8``), and with the one that PyTorch chooses
+(``compile-fp8-default``); where that is the same one, it is timed once. Keys and values go to a dense
+cache. ``ours-rolled`` also rolls its scales, as an invocation of a single layer would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from benchmarks.blocks import Block, allowed
+from benchmarks.check import checker
+from benchmarks.footprint import Footprints
+from benchmarks.harness import Options, Session, fill
+from benchmarks.our_block import OurBlock
+from benchmarks.ours import once
+from benchmarks.provenance import Provenance
+from benchmarks.table import Row, Table
+from benchmarks.timing import Timer
+from benchmarks.torch_block import chosen, compiled_block, fastest
+from benchmarks.work import LAYER_FLOOR, layer_floor
+from epicute.models.shapes import SHAPES
+
+__all__ = ["PAPER", "PROTOCOL", "cases", "kernels", "measure", "table"]
+
+PAPER = (
+    "FuTransformer (arXiv 2610.23796), sections 4.1, 4.2 and 4.7, figure 1 and table 8: one layer at "
+    "batch one"
+)
+
+PROTOCOL = (
+    ". A call is the layer of a model: from the residual stream to the residual stream, which ours "
+    "also leaves in FP8 with its sums of squares for the next layer, with keys and values in their "
+    "cache; delayed scales are calibrated on the data, and their roll, one launch for all layers of "
+    "a model, is in ours-rolled alone. Errors are of the layer's output against float64 of the same "
+    "BF16 weights. peak_bytes: the most that a call holds beside weights, input and cache, its "
+    "result included"
+)
+
+FORMATS = ("fp8", "bf16")
+
+
+def measure(block: Block, session: Session) -> list[Row]:
+    """The rows of one shape and length, one per format of weights."""
+    torch._dynamo.reset()  # its cache is per function and full after eight shapes
+    exact, prints = {"out": block.exact()}, Footprints()
+    fast, own = fastest(block, session.timer), chosen(block)
+    for weights in FORMATS:
+        check = checker(exact, block.view, partial(_allowed, weights))
+        mine, name = OurBlock(block, weights), f"ours-{weights}"
+        held = partial(getattr, mine, "nbytes")
+        session.add(name, prints.watched(name, mine.runner, held), check)
+        if mine.spec.delayed:
+            session.add("ours-rolled", partial(mine.runner, roll=True), check)
+        for peer, backend in compiled(weights, fast, own).items():
+            build = partial(compiled_block, block, weights, backend)
+            session.add(peer, prints.watched(peer, build), check)
+    session.measure(block.copies, block.least_us)
+    variant = f"sdpa {said(fast)}, by default {said(own)}"
+    return [row(block, weights, fast == own, variant, session, prints) for weights in FORMATS]
+
+
+def _allowed(weights: str, output: str) -> Any:
+    return allowed(weights)
+
+
+def compiled(weights: str, fast: SDPBackend, own: SDPBackend) -> dict[str, SDPBackend | None]:
+    """Compiled candidates of a format and the back-end of each; None leaves it to PyTorch."""
+    found: dict[str, SDPBackend | None] = {f"compile-{weights}": fast}
+    if weights == "fp8" and own != fast:
+        found["compile-fp8-default"] = None
+    return found
+
+
+def said(backend: SDPBackend) -> str:
+    """A back-end's name: ``cudnn``, ``flash``."""
+    return backend.name.lower().removesuffix("_attention")
+
+
+def row(
+    block: Block, weights: str, same: bool, variant: str, session: Session, prints: Footprints
+) -> Row:
+    """The block's row for one format; ``same``: PyTorch's choice is the fastest back-end."""
+    peers = {"compile-bf16": "compile-bf16"}
+    if weights == "fp8":
+        default = "compile-fp8" if same else "compile-fp8-default"
+        peers = {"compile-fp8": "compile-fp8", "compile-fp8-default": default, **peers}
+        peers |= {"ours-rolled": "ours-rolled", "ours-bf16": "ours-bf16"}
+    case = {**block.case, "weights": weights, "variant": variant}
+    floor = layer_floor(block.shape, block.lengths, weights)
+    found = session.row(case, f"ours-{weights}", peers, floor)
+    return footed(found, {"ours": f"ours-{weights}", **peers}, session, prints)
+
+
+def footed(found: Row, candidates: Mapping[str, str], session: Session, prints: Footprints) -> Row:
+    """A row with its peers' errors and everybody's footprint.
+
+    ``candidates``: name in the table → candidate; those that were not timed are left out.
+    """
+    timed = {n: c for n, c in candidates.items() if c in session.times}
+    errors = {n: session.errors[c].json() for n, c in timed.items() if n != "ours"}
+    counts = {
+        kind: {n: noted[c] for n, c in timed.items() if c in noted}
+        for kind, noted in (("launches", prints.launches), ("peak_bytes", prints.peak_bytes))
+    }
+    return replace(found, errors=errors, **counts)
+
+
+def cases(options: Options) -> Iterator[Block]:
+    """Every shape at every length."""
+    for shape in options.shapes:
+        for length in options.lengths:
+            yield Block(SHAPES[shape], (length,), options)
+
+
+def kernels(options: Options) -> Iterator[Any]:
+    """Every kernel the table runs, each once."""
+    return once(
+        kernel
+        for block in cases(options)
+        for weights in FORMATS
+        for kernel in OurBlock(block, weights).kernels()
+    )
+
+
+def table(options: Options, timer: Timer, source: Provenance, folder: Path) -> Table:
+    """Measure every case and write ``prefill-layer.json`` into ``folder``."""
+    path = folder / "prefill-layer.json"
+    protocol = options.protocol + PROTOCOL
+    found = Table("prefill-layer", PAPER, protocol, LAYER_FLOOR, source, path)
+    return fill(found, cases(options), measure, timer, options.rounds)
