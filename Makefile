@@ -38,7 +38,7 @@ format: $(VENV)/.installed-test
 # Objects of unchanged keys come from the cache of the last run.
 gates: export EPICUTE_TEST_CACHE ?= $(CURDIR)/.cache/gates
 gates: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m gates
+	$(BIN)/python -m benchmarks.gates --allow-dirty --out .cache/gates.json -n $(JOBS) --dist worksteal
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks

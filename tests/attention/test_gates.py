@@ -12,6 +12,7 @@ import torch
 from epicute.attention import AttentionSpec, kernel_for, unsupported
 from epicute.attention.spec import HEAD_DIMS, PAGES
 from epicute.jit import DEFAULT_TARGET, compile
+from epicute.jit.report import FATAL
 from tests.attention.cases import FP8, SPECS
 
 
@@ -19,7 +20,14 @@ def gate(spec: AttentionSpec, record: Callable[[str, object], None]) -> None:
     """Compile strictly and note what the compiler said."""
     kernel = kernel_for(spec, target=DEFAULT_TARGET)
     report = compile(kernel, strict=False).report
-    record("schedule", str(kernel.schedule))
+    schedule = kernel.schedule
+    record("tile", f"attention {schedule.tile_m}x{schedule.tile_n}")
+    record("dtype", str(spec.dtype).removeprefix("torch."))
+    record("accumulate", "fast")
+    record("hazards", sum(said.startswith(FATAL) for said in report.warnings))
+    record("registers", report.registers)
+    record("shared_memory", report.shared_memory)
+    record("spilled", max(report.spill_stores, report.spill_loads))
     record("seconds", round(report.seconds, 2))
     report.check(str(spec), DEFAULT_TARGET.smem_per_block)
     assert report.registers is not None

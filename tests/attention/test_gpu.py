@@ -234,6 +234,24 @@ def test_pp_01_pp_03_many_requests_and_none() -> None:
     empty.out.assert_intact()
 
 
+@pytest.mark.parametrize("name", ["plain", "padded"])
+@pytest.mark.parametrize("size", [1, 2_000_000])
+def test_the_order_of_work_changes_no_bit(
+    name: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sections of one KV head, and of some, instead of all in one."""
+    spec = SPECS[name]
+    batch = Batch.draw(spec, [(300, 300), (0, 7), (129, 500), (1000, 1000)], 3)
+    other = Batch.of(spec, batch.q, batch.k, batch.v)
+    batch.run(planned(spec))
+    compare(batch)
+    monkeypatch.setattr("epicute.attention.plan.SECTION_BYTES", size)
+    other.run(planned(spec))
+    torch.cuda.synchronize()
+    for found, wanted in zip(other.outputs(), batch.outputs(), strict=True):
+        assert torch.equal(found, wanted)
+
+
 def test_ten_thousand_launches_are_bit_identical() -> None:
     spec = SPECS["40:8, page 16"]
     batch = Batch.draw(spec, [(40, 200), (100, 100), (1, 700)], 1)

@@ -14,6 +14,7 @@ import pytest
 
 from epicute.gemm.fitting import SPARED, compile_fitting
 from epicute.jit import DEFAULT_TARGET, Report, compile
+from epicute.jit.report import FATAL
 from epicute.models.shapes import SHAPES
 from tests.gemm.compositions import (
     DEPTHS,
@@ -63,12 +64,18 @@ def gate(case: Case, record: Callable[[str, object], None]) -> Report:
         kernel, compiled = compile_fitting(kernel)
     else:
         compiled = compile(kernel, strict=False)
-    record("schedule", str(kernel.spec.schedule))
+    schedule, problem = kernel.spec.schedule, kernel.spec.problem
+    record("schedule", str(schedule))
+    pingpong = " ping-pong" if schedule.pingpong else ""
+    record("tile", f"{schedule.tile_m}x{schedule.tile_n}{pingpong}")
+    record("dtype", str(problem.dtype).removeprefix("torch."))
+    record("accumulate", problem.accumulate)
     report = compiled.report
+    record("hazards", sum(said.startswith(FATAL) for said in report.warnings))
     record("registers", report.registers)
     record("shared_memory", report.shared_memory)
     record("seconds", round(report.seconds, 2))
-    widest = kernel.spec.problem.unit == 256  # a head that fills the tile, which cannot be narrower
+    widest = problem.unit == 256  # a head that fills the tile, which cannot be narrower
     spilled = max(report.spill_stores, report.spill_loads)
     record("spilled", spilled)
     assert spilled <= (SPARED if widest else 0)
