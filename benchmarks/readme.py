@@ -87,7 +87,8 @@ class Part:
     Attributes:
         says: what it is.
         modules: where it lives.
-        needs: what it needs to do its work: ``CPU``, ``Linux`` (compiles, no GPU) or ``sm_90a``.
+        needs: what it needs to do its work: ``CPU``, ``Linux`` (compiles, no GPU), ``sm_90a``, or ``whole`` (sm_90a,
+            made of parts that have GPU tests and itself without one).
         tests: folders or files whose GPU tests cover it; none where no GPU is involved.
     """
 
@@ -98,6 +99,12 @@ class Part:
 
 
 POLICY_TESTS = ("tests/gemm/test_gpu_policies.py", "tests/gemm/test_gpu_kv.py", "tests/epilogues")
+ROW_TESTS = (
+    "tests/quant/test_gpu_roll.py",
+    "tests/quant/test_gpu_rowwise.py",
+    "tests/models/test_gpu_embedding.py",
+    "tests/models/test_gpu_final_norm.py",
+)
 
 PARTS = (
     Part("Compose, draw and evaluate epilogues", ("epicute.epilogues",), "CPU"),
@@ -105,9 +112,29 @@ PARTS = (
     Part(
         "Weights in BF16, FP16, FP8 E4M3: quantise, pack, save, load", ("epicute.weights",), "CPU"
     ),
-    Part("Paged KV addresses", ("epicute.kv",), "CPU"),
+    Part(
+        "INT4 weights: rounding to nearest, GPTQ, checkpoints of others",
+        ("epicute.quant", "epicute.weights"),
+        "CPU",
+        ("tests/quant/test_int4_cuda.py",),
+    ),
+    Part("Paged KV caches of a model, BF16, FP16 and FP8", ("epicute.kv",), "CPU"),
+    Part(
+        "INT4 and QK4PV8 (NVFP4 keys) caches as formats: quantise, place, read",
+        ("epicute.kv", "epicute.quant"),
+        "CPU",
+        ("tests/kv/test_formats_cuda.py",),
+    ),
     Part("Compile, report, cache", ("epicute.jit",), "Linux", ("tests/jit",)),
-    Part("Delayed FP8 scaling", ("epicute.quant",), "CPU", ("tests/quant",)),
+    Part(
+        "FP8 casts and delayed scales", ("epicute.quant",), "CPU", ("tests/quant/test_fp8_cuda.py",)
+    ),
+    Part(
+        "Kernels of rows: roll, row-wise FP8, embedding, final norm",
+        ("epicute.quant", "epicute.models"),
+        "sm_90a",
+        ROW_TESTS,
+    ),
     Part("GEMM for any M, N, K", ("epicute.gemm",), "sm_90a", ("tests/gemm",)),
     Part(
         "All policies inside the GEMM, yours included",
@@ -115,21 +142,44 @@ PARTS = (
         "sm_90a",
         POLICY_TESTS,
     ),
+    Part(
+        "Prefill attention: packed or padded, paged or dense, 16-bit or FP8 K and V",
+        ("epicute.attention",),
+        "sm_90a",
+        ("tests/attention",),
+    ),
+    Part(
+        "Prefill of a layer in five kernels, BF16 or FP8",
+        ("epicute.models",),
+        "sm_90a",
+        ("tests/models/test_gpu_prefill.py",),
+    ),
+    Part(
+        "Llama, Mistral, Qwen2, Qwen3 from a Hugging Face folder: prefill by float64 references",
+        ("epicute.models",),
+        "CPU",
+    ),
+    Part(
+        "The same models on a GPU: embedding, layers, final norm and head",
+        ("epicute.models",),
+        "whole",
+    ),
     Part("Command line, demo on SmolLM2-135M", ("epicute.cli", "epicute.models"), "Linux"),
 )
 
 PLANNED = (
-    "projections of few rows, INT4 weights (decode)",
-    "attention: prefill and decode, BF16, FP8 and INT4 KV",
-    "QK4PV8 attention (MpFA) and NVFP4",
-    "sm_100a (Blackwell): a `Target` of that name exists, and the GEMM refuses it",
-    "Hugging Face checkpoints as a whole, SGLang, vLLM and transformers plug-ins",
+    "decode: projections of few rows, INT4 weights among them, attention of one token, generation",
+    "kernels that write or read INT4 and QK4PV8 caches (MpFA)",
+    "models from INT4 checkpoints: their projections are read one by one",
+    "sm_100a (Blackwell): a `Target` of that name exists, and GEMM and attention refuse it",
+    "SGLang, vLLM and transformers plug-ins",
 )
 
 WORKS = {
     "CPU": "works on any machine; tested on the CPU",
     "Linux": "works on Linux; tested without a GPU",
     "sm_90a": "compiles for sm_90a and is tested so",
+    "whole": "compiles for sm_90a; tested with its kernels evaluated on the CPU, no GPU test yet",
 }
 
 
