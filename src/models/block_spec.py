@@ -119,6 +119,13 @@ class BlockSpec:
 
     def __post_init__(self) -> None:
         require(
+            isinstance(self.shape, LayerShape),
+            "BlockSpec.shape",
+            repr(self.shape),
+            "a LayerShape",
+            "take one of epicute.models.SHAPES, or a ModelConfig's",
+        )
+        require(
             self.format in FORMATS,
             "BlockSpec.format",
             repr(self.format),

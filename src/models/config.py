@@ -41,6 +41,7 @@ class Family:
         scaled: embedding rows are multiplied by sqrt(hidden), rounded to the embedding's dtype.
         head_dim: where the configuration has none; None: hidden / heads.
         tied: whether the head is the embedding where the configuration does not say.
+        window: whether its layers heed ``sliding_window``; elsewhere the key is a leftover.
     """
 
     bias: bool = False
@@ -49,13 +50,14 @@ class Family:
     scaled: bool = False
     head_dim: int | None = None
     tied: bool = False
+    window: bool = False
 
 
 FAMILIES = {
     "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(bias=True),
-    "qwen3": Family(qk_norm=True, head_dim=128),
+    "mistral": Family(window=True),
+    "qwen2": Family(bias=True, window=True),
+    "qwen3": Family(qk_norm=True, head_dim=128, window=True),
     "gemma": Family(gain_offset=1.0, scaled=True, head_dim=256, tied=True),
 }
 
@@ -177,6 +179,7 @@ class ModelConfig:
             "check the configuration",
         )
         tied = values.get("tie_word_embeddings")
+        heeds = family.window or values.get("layer_types") is not None
         return ModelConfig(
             family=kind,
             shape=LayerShape(
@@ -191,7 +194,7 @@ class ModelConfig:
             tied=family.tied if tied is None else bool(tied),
             bias=family.bias,
             qk_norm=family.qk_norm,
-            window=_window(values, layers),
+            window=_window(values, layers) if heeds else None,
             scaled_embedding=family.scaled,
         )
 

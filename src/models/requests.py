@@ -210,6 +210,13 @@ def _describe(
     page, table = where
     if table is not None:
         require(
+            isinstance(table, torch.Tensor),
+            "page_table",
+            type(table).__name__,
+            "a tensor of page numbers",
+            "torch.tensor(page_table), one row per request",
+        )
+        require(
             table.dim() == 2 and table.shape[0] == len(lengths),
             "page_table.shape",
             tuple(table.shape),

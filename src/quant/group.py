@@ -234,6 +234,13 @@ class DelayedGroup:
         found = {}
         for name, given in data.items():
             site = self[name]
+            require(
+                isinstance(given, torch.Tensor) or given >= 0,
+                f"data[{name!r}]",
+                given,
+                "a largest magnitude, not negative",
+                "pass abs(x).max() of typical activations, or the activations themselves",
+            )
             values = torch.as_tensor(
                 given, dtype=None if isinstance(given, torch.Tensor) else torch.float32
             )
@@ -354,9 +361,16 @@ class DelayedGroup:
         Raises:
             ArgumentError: another version, or a file that is not a saved group.
         """
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-        with safe_open(path, framework="pt") as file:
+        try:
+            opened = safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise ArgumentError(
+                f"path: got {os.fspath(path)} ({error}), expected a file that DelayedGroup.save wrote. "
+                "Fix: name that file, or start from a calibration"
+            ) from error
+        with opened as file:
             found = file.metadata() or {}
             require(
                 found.get("state_version") == str(STATE_VERSION),

@@ -279,3 +279,9 @@ class TestRope:
         assert found.dtype == torch.float32
         exact = [math.exp(-2 * j / 128 * math.log(1e6)) for j in range(64)]
         assert torch.equal(found, torch.tensor(exact, dtype=torch.float64).float())
+
+
+def test_a_window_that_a_family_does_not_heed_is_none() -> None:
+    """transformers' Llama ignores the key."""
+    assert ModelConfig.from_dict(changed(sliding_window=16)).window is None
+    assert ModelConfig.from_dict(changed(model_type="mistral", sliding_window=16)).window == 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -356,3 +357,13 @@ class TestKernel:
 @pytest.fixture(scope="module")
 def roll() -> Emulated:
     return Emulated(RollKernel(DEFAULT_TARGET))
+
+
+def test_a_state_that_is_no_file_and_a_negative_maximum_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="DelayedGroup.save"):
+        DelayedGroup.load(tmp_path / "nowhere.safetensors")
+    (tmp_path / "bad").write_bytes(b"no tensors")
+    with pytest.raises(ArgumentError, match="DelayedGroup.save"):
+        DelayedGroup.load(tmp_path / "bad")
+    with pytest.raises(ArgumentError, match="not negative"):
+        DelayedGroup.create(["a"]).start_from({"a": -3.0})

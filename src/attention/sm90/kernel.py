@@ -3,10 +3,10 @@
 A cluster is one CTA, or two that work on the same rows of two query heads of one KV head: each loads half of every
 tile of K and V, for both. A work item is ``tile_m`` query rows of a head; keys are walked from the last tile back.
 
-    warpgroup 0   warp 0      TMA: Q of an item, then K and V tile by tile              (24 registers)
+    warpgroup 0   warp 0      TMA: Q of an item, then K and V tile by tile              (40 registers)
                   warp 1      walks the work list and posts items
                   warps 2, 3  convert FP8 keys and values, where they are FP8
-    warpgroup 1…  consumers   64 rows each: S = Q·Kᵀ, softmax, O += P·V, P in registers  (240 registers)
+    warpgroup 1…  consumers   64 rows each: S = Q·Kᵀ, softmax, O += P·V, P in registers  (232 registers)
 
     barriers      mailbox[2]  32 posting threads; the TMA warp's and all consumers' threads take
                   q[s]        bytes of Q; the consumers' warps give back

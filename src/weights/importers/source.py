@@ -71,6 +71,13 @@ def config_of(path: str | os.PathLike[str]) -> dict[str, Any]:
         ArgumentError: no file of ``CONFIGS`` says how the weights were quantised.
     """
     folder = Path(path)
+    require(
+        folder.is_dir(),
+        "source",
+        os.fspath(path),
+        "a folder with a checkpoint",
+        "fetch the checkpoint, and name its folder",
+    )
     for name in CONFIGS:
         file = folder / name
         if not file.is_file():
