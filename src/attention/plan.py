@@ -23,6 +23,9 @@ __all__ = ["AttentionPlan", "plan_attention"]
 SECTION_BYTES = 24 << 20
 """Keys and values that the tiles in flight may keep in L2."""
 
+REMEMBERED = 256
+"""Sets of tensors, by address and shape, that a plan remembers to have checked."""
+
 ROWS = 2**31 - 2**16
 """Rows that 32-bit tile arithmetic can count."""
 
@@ -32,6 +35,7 @@ def plan_attention(
     *,
     target: Target | None = None,
     schedule: AttentionSchedule | None = None,
+    device: torch.device | str | int | None = None,
     cache: ObjectCache | None = None,
 ) -> AttentionPlan:
     """Choose, compile (or load) and return what runs ``spec``.
@@ -41,8 +45,10 @@ def plan_attention(
 
     Args:
         spec: what to compute.
-        target: by default the current GPU's, or sm_90a without one.
+        target: by default the device's, or sm_90a without one.
         schedule: by default ``choose(spec)``.
+        device: the GPU whose first ``run`` may be captured, as the code is loaded there now; by default the current
+            one. Others load with their own first ``run``.
         cache: object cache; by default the user's.
 
     Raises UnsupportedError for what ``LEGALITY`` refuses, ArgumentError for a schedule that does not fit, CompileError
@@ -55,8 +61,24 @@ def plan_attention(
         "an AttentionSpec",
         "write plan_attention(AttentionSpec(heads=32, kv_heads=8, head_dim=128))",
     )
-    kernel = kernel_for(spec, target=target, schedule=schedule)
-    return AttentionPlan(kernel, cache)
+    index = _index(device)
+    target = Target.detect(index) if target is None else target
+    return AttentionPlan(kernel_for(spec, target=target, schedule=schedule), cache, index)
+
+
+def _index(device: torch.device | str | int | None) -> int | None:
+    """Of a CUDA device; None where there is no GPU."""
+    if device is None:
+        return torch.cuda.current_device() if torch.cuda.is_available() else None
+    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    require(
+        found.type == "cuda" and torch.cuda.is_available(),
+        "device",
+        device,
+        "a CUDA device of this machine, or None",
+        "leave it out to plan without a GPU",
+    )
+    return torch.cuda.current_device() if found.index is None else found.index
 
 
 @dataclass(frozen=True)
@@ -75,13 +97,19 @@ class AttentionPlan:
         report: what the compiler said.
     """
 
-    def __init__(self, kernel: AttentionKernel, cache: ObjectCache | None = None) -> None:
+    def __init__(
+        self, kernel: AttentionKernel, cache: ObjectCache | None = None, index: int | None = None
+    ) -> None:
         self.kernel = kernel
         self._compiled = compile(kernel, cache=cache)
         self.report: Report = self._compiled.report
         self._anchors: dict[int, tuple[torch.Tensor, int]] = {}
-        if torch.cuda.is_available():
-            self._device(torch.device("cuda", torch.cuda.current_device()))
+        self._bound: dict[Any, tuple[int, ...] | None] = {}
+        if (
+            index is not None
+            and torch.cuda.get_device_capability(index) == kernel.target.capability
+        ):
+            self._device(index)
 
     @property
     def spec(self) -> AttentionSpec:
@@ -118,14 +146,39 @@ class AttentionPlan:
                 ``EmitFP8`` says.
 
         A query that sees no key gets 0 and lse -inf. Rows behind a length are not written; keys and values behind one
-        take no part, NaN or not. The numbers in starts, lengths and tables are trusted: they must lie within what was
-        passed.
+        take no part, NaN or not. Those within it must be finite also where a mask hides them, as values of tiles that
+        it cuts are multiplied by 0; pages that lie before every window may be -1, which reads as zeros. The numbers in
+        starts, lengths and tables are trusted: they must lie within what was passed.
 
         ``out`` may be q itself, row for row; it must not share other memory with q, k or v.
 
         Raises ArgumentError before any launch.
         """
         operands = {name: x for name, x in operands.items() if x is not None}
+        # The checks are functions of these alone: tensors like those of a call before need no other.
+        try:
+            given = (q, k, v, out, *operands.values())
+            seen = (
+                *operands,
+                *[(t.data_ptr(), t.shape, t.stride(), t.dtype, t.get_device()) for t in given],
+            )
+            arguments = self._bound[seen]
+        except (AttributeError, KeyError, RuntimeError, TypeError):
+            arguments = self._bind((q, k, v), out, operands)
+            if len(self._bound) >= REMEMBERED:
+                self._bound.clear()
+            self._bound[seen] = arguments
+        if arguments is not None:
+            self._launch(q.get_device(), arguments)
+
+    def _bind(
+        self,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        operands: dict[str, Any],
+    ) -> tuple[int, ...] | None:
+        """Check everything and return the kernel's arguments; None where there is nothing to do."""
+        q, k, v = tensors
         self._check_names(operands)
         spec = self.spec
         queries = self._check_rows("q", q, spec.heads, spec.dtype)
@@ -136,7 +189,7 @@ class AttentionPlan:
             "a CUDA tensor",
             "move q, k and v to a Hopper GPU; without one, use epicute.models' CPU backend",
         )
-        anchor, processors = self._device(q.device)
+        processors = self._device(q.get_device())[1]
         found = dict.fromkeys(ARGUMENTS, 0)
         _take(found, "q", q, spec.packed)
         written = self._check_rows("out", out, spec.heads, spec.out_dtype)
@@ -147,9 +200,9 @@ class AttentionPlan:
         batch = self._take_vectors(found, operands, queries, q)
         if spec.page is None and not spec.packed and keys.batches != batch:
             raise _wrong("k", k, f"a batch of {batch}, as q has", "pass k and v of each request")
-        for tensor in (k, v, out, *operands.values()):
+        for name, tensor in {"k": k, "v": v, "out": out, **operands}.items():
             if tensor.device != q.device:
-                raise _wrong("operands", tensor, f"tensors on {q.device}", "move all to one device")
+                raise _wrong(name, tensor, f"q's device, {q.device}", f"{name}.to(q.device)")
         for name, x in (("q", q), ("k", k), ("v", v)):
             in_place = name == "q" and _place(x) == _place(out)
             if not in_place and _overlap(out, x):
@@ -157,20 +210,21 @@ class AttentionPlan:
                     "out", out, f"memory apart from {name}", f"allocate it apart from {name}"
                 )
         if queries.rows == 0 or batch == 0:
-            return
+            return None
         schedule = self.kernel.schedule
         found["batch"], found["q_rows"] = batch, queries.rows
         found["kv_rows"], found["kv_batches"] = keys.rows, keys.batches
         found["clusters"] = processors // schedule.cluster
         found["section"] = self._section(keys, batch)
-        self._launch(q.device.index, anchor, found)
+        return tuple(found.values())
 
-    def _launch(self, index: int, anchor: torch.Tensor, found: dict[str, int]) -> None:
+    def _launch(self, index: int, arguments: tuple[int, ...]) -> None:
+        anchor = self._anchors[index][0]
         if index == torch.cuda.current_device():
-            self._compiled(anchor, tuple(found.values()))
+            self._compiled(anchor, arguments)
         else:
             with torch.cuda.device(index):
-                self._compiled(anchor, tuple(found.values()))
+                self._compiled(anchor, arguments)
 
     def _section(self, keys: Rows, batch: int) -> int:
         """KV heads whose keys and values fit in L2 together: a divisor of them all."""
@@ -181,9 +235,8 @@ class AttentionPlan:
         most = max(1, SECTION_BYTES // max(size, 1))
         return max(n for n in range(1, spec.kv_heads + 1) if spec.kv_heads % n == 0 and n <= most)
 
-    def _device(self, device: torch.device) -> tuple[torch.Tensor, int]:
+    def _device(self, index: int) -> tuple[torch.Tensor, int]:
         """What tells the launcher the device, and the device's SMs."""
-        index = torch.cuda.current_device() if device.index is None else device.index
         if index not in self._anchors:
             properties = torch.cuda.get_device_properties(index)
             capability = (properties.major, properties.minor)
@@ -199,17 +252,17 @@ class AttentionPlan:
                 not torch.cuda.is_current_stream_capturing(),
                 "plan",
                 f"not loaded on cuda:{index} yet, while a CUDA graph is captured",
-                "a plan that was made, or run once, on that device before",
-                "plan before the capture",
+                "a plan that was made for that device, or run once on it, before",
+                f"plan_attention(spec, device={index})",
                 CompileError,
             )
-            anchor = torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
-            self._load(index, anchor)
-            self._anchors[index] = (anchor, properties.multi_processor_count)
+            anchor = torch.zeros(4, dtype=torch.int32, device=f"cuda:{index}")
+            self._anchors[index] = (anchor[:1], properties.multi_processor_count)
+            self._launch(index, self._idle(anchor))
         return self._anchors[index]
 
-    def _load(self, index: int, anchor: torch.Tensor) -> None:
-        """Load the code, so that the first ``run`` may be captured: a launch for no request, which reads no operand."""
+    def _idle(self, anchor: torch.Tensor) -> tuple[int, ...]:
+        """Arguments of a launch for no request, which loads the code and reads no operand."""
         found = dict.fromkeys(ARGUMENTS, 0)
         for name in ("q", "k", "v"):
             found[name] = anchor.data_ptr()
@@ -217,7 +270,7 @@ class AttentionPlan:
                 found[f"{name}_{step}"] = self.spec.head_dim
         found["out_scale"] = anchor.data_ptr()
         found["clusters"], found["section"] = 1, self.spec.kv_heads
-        self._launch(index, anchor, found)
+        return tuple(found.values())
 
     def _check_names(self, operands: dict[str, Any]) -> None:
         """Refuse operands that the spec does not know, and the lack of those it needs."""

@@ -92,11 +92,11 @@ class AttentionSchedule:
         )
         rows = self.tile_n // self.cluster
         require(
-            spec.page is None or rows % min(spec.page, rows) == 0,
+            spec.page is None or rows % spec.page == 0 or spec.page % rows == 0,
             "tile_n",
             self.tile_n,
-            f"whole pages of {spec.page} tokens per CTA",
-            "choose a multiple of the page",
+            f"{rows} tokens of a CTA that are whole pages of {spec.page}, or divide one",
+            "choose a power of two",
         )
 
     def __str__(self) -> str:

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epicute import Target
-from epicute.attention import LEGALITY, AttentionSpec, choose, kernel_for, unsupported
+from epicute.attention import (
+    LEGALITY,
+    AttentionSchedule,
+    AttentionSpec,
+    choose,
+    kernel_for,
+    unsupported,
+)
 from epicute.attention.spec import HEAD_DIMS, PAGES
 from epicute.errors import ArgumentError, UnsupportedError
 
@@ -137,3 +144,21 @@ def test_every_field_is_in_the_key() -> None:
     kept = [n for n, x in changes.items() if unsupported(replace(PLAIN, **{n: x})) is None]  # type: ignore[arg-type]
     assert len(digests) == len(kept) + 1
     assert len(kept) >= len(changes) - 1
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("tile_n", [64, 96, 128, 160, 176])
+def test_a_cta_loads_whole_pages_or_parts_that_divide_one(
+    page: int, cluster: int, tile_n: int
+) -> None:
+    """A box must not reach from one page into the next, which lies elsewhere."""
+    spec = replace(PLAIN, head_dim=64, scale=None, page=page)
+    schedule = AttentionSchedule(tile_n=tile_n, cluster=cluster)
+    rows = tile_n // cluster
+    box = min(page, rows)
+    if rows % box == 0 and page % box == 0:
+        schedule.check(spec)
+    else:
+        with pytest.raises(ArgumentError, match="tile_n"):
+            schedule.check(spec)

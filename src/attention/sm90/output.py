@@ -98,14 +98,20 @@ class Finish:
             # The larger of the two is the reference, or the exponential of the other overflows.
             reference = Float32(cutlass.select_(nothing | (sink > best), sink, best))
             correction = Float32(cutlass.select_(nothing, Float32(0.0), exp2(best - reference)))
-            total = fma(total, correction, exp2(sink - reference))
+            # A sink of -inf is none; beside nothing it would be -inf - -inf.
+            weight = Float32(
+                cutlass.select_(sink == -Float32.inf, Float32(0.0), exp2(sink - reference))
+            )
+            total = fma(total, correction, weight)
             best = reference
         empty = total == Float32(0.0)
         safe = Float32(cutlass.select_(empty, Float32(1.0), total))
         inverse = pure_asm("rcp.approx.ftz.f32 $0, $1;", "=f,f", Float32, safe) * correction
         logarithm = pure_asm("lg2.approx.ftz.f32 $0, $1;", "=f,f", Float32, safe)
         lse = (best + logarithm) * (1.0 / LOG2_E)
-        return inverse, Float32(cutlass.select_(empty | nothing, -Float32.inf, lse))
+        # Where all logits are NaN, no maximum was seen either, but the sum is NaN, and so is this.
+        unseen = empty | (nothing & (total == total))
+        return inverse, Float32(cutlass.select_(unseen, -Float32.inf, lse))
 
     def _quantise(self, values: list[Any], tally: dict[str, Any], inside: Any) -> list[Any]:
         """Values under the delayed scale, while the next one's data is collected (FuTransformer 3.2.3)."""

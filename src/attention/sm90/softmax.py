@@ -80,7 +80,9 @@ class Rows:
             new = Float32(cutlass.select_(follows, best, old))
             zero = Float32(cutlass.select_(new == -Float32.inf, Float32(0.0), new))
             offset = zero * self.scale
-            self.factor[r] = exp2(fma(old, self.scale, -offset))
+            # One exactly where nothing moves: the product's own rounding would make it a little more or less.
+            moved = exp2(fma(old, self.scale, -offset))
+            self.factor[r] = Float32(cutlass.select_(follows, moved, Float32(1.0)))
             self.maximum[r] = new
             total = self.total[r] * self.factor[r]
             for c in range(columns):
