@@ -16,7 +16,7 @@ help:
 	@echo "make gates   compile every kernel variant and check spills, hazards, shared memory"
 	@echo "make bench   measure on a GPU; writes benchmarks/results"
 	@echo "make docs    build the documentation into site/"
-	@echo "make demo    compose, compile and check real projections of a small model; run them where there is a GPU"
+	@echo "make demo    compose, compile and check real projections of a small model, run them where there is a GPU; then it writes"
 	@echo "make format  apply ruff's fixes and format"
 	@echo "make clean   remove what was built and the tools' caches; not $(VENV)"
 

@@ -21,7 +21,8 @@ __all__ = ["VERBS", "main"]
 
 VERBS = {
     "doctor": "what this machine can compile and run, and what it lacks",
-    "demo": "compose, compile and run fused projections of a small real model",
+    "demo": "compose, compile and run fused projections of a small real model, and let it speak",
+    "generate": "go on with a text, greedily, token by token",
     "compile": "compile one composition and show the report; needs no GPU",
     "cache": "list or clear the compiled kernels on disk",
 }

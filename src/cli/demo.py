@@ -1,10 +1,10 @@
 """``epicute demo``: fused projections of a real layer, composed, compiled, evaluated and, with a
-GPU, run.
+GPU, run; then a few words of the whole model, with INT4 weights and an INT4 cache.
 
 Takes layer 0 of the packaged SmolLM2-135M checkpoint and a real prompt. Every step is public API:
 the compositions are printed, their kernels compiled for sm_90a, every row is evaluated on the CPU
-and compared with float64, and on a GPU the same objects run and are timed. Ends in a table; the
-exit status is 1 if a budget is exceeded.
+and compared with float64, and on a GPU the same objects run and are timed. Ends in a table, and in
+text that the model wrote; the exit status is 1 if a budget is exceeded.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from typing import Any
 
 import torch
 
+from epicute.cli.generate import one_thread, packaged
 from epicute.cli.layer import Job, LayerSource, jobs_of
 from epicute.errors import UnsupportedError, require
 from epicute.gemm.explain import TRADED, report_text
+from epicute.models.generation import device_for
+from epicute.models.smollm2 import Checkpoint
 from epicute.testing import Errors, measure
 
 __all__ = ["PROMPT", "Outcome", "add_arguments", "run"]
@@ -34,6 +37,9 @@ PROMPT = (
     "moved, and how high the arches had to be."
 )
 """Plain prose of a little over a hundred tokens."""
+
+STORY = "Once upon a time, there was a little"
+"""What the whole model goes on with."""
 
 LEAST_TOKENS = 64
 TIMED_RUNS = 50
@@ -80,6 +86,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", type=Path, help="the GGUF file (default: fetched once and cached)"
     )
+    parser.add_argument("--story", default=STORY, help="text that the model goes on with")
+    parser.add_argument(
+        "--tokens", type=int, default=24, help="tokens that it adds (default: 24; 0 for none)"
+    )
 
 
 def run(
@@ -99,10 +109,11 @@ def run(
 
     Raises:
         CheckpointError: no checkpoint, and none to be had.
-        ArgumentError: the prompt is too short, or there is no such layer.
+        ArgumentError: the prompt is too short, there is no such layer, or a negative number of tokens.
         CompileError: a kernel that must not run.
     """
     start = time.perf_counter()
+    require(args.tokens >= 0, "--tokens", args.tokens, "0 or more", "pass 0 for no text")
     source = source or _packaged(args.checkpoint)
     source.layer(args.layer)  # refuses one that there is not, before the layers in front of it run
     tokens = len(source.layer_inputs(args.prompt)[0])
@@ -135,12 +146,23 @@ def run(
         print(f"exceeded: {text}")
     verdict = "a budget was exceeded" if failures else "every row is within its budget"
     print(f"{verdict}; {time.perf_counter() - start:.0f} s")
+    if isinstance(source, Checkpoint) and args.tokens:
+        _speak(source, args.story, args.tokens)
     return 1 if failures else 0
+
+
+def _speak(source: Checkpoint, story: str, tokens: int) -> None:
+    """The whole model goes on with ``story``: INT4 weights, rounded to nearest, and a rotated INT4 cache."""
+    with one_thread(source.config.layers * source.config.shape.weights):
+        speaker = packaged(source, "int4", "int4", device_for("int4", "int4"))
+        print(f"\n=== {speaker}\n")
+        spoken = speaker.speak(story, tokens, lambda text: print(text, end="", flush=True))
+    print(f"\n\n{spoken}")
 
 
 def _packaged(path: Path | None) -> LayerSource:
     """The checkpoint of the file ``path``, or the packaged one; says where it is."""
-    from epicute.models.smollm2 import Checkpoint, locate, model_folder
+    from epicute.models.smollm2 import locate, model_folder
 
     require(
         path is None or path.is_file(),

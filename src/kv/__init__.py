@@ -1,7 +1,9 @@
 """Where keys and values live: pages, slots and the addresses of their elements."""
 
-from epicute.kv.cache import CacheSpec, CapacityError, KVCache
+from epicute.kv.cache import CapacityError, KVCache
+from epicute.kv.cache_spec import CacheSpec
 from epicute.kv.int4 import Int4Cache
+from epicute.kv.int4_layers import Int4Layers
 from epicute.kv.pages import (
     NO_SLOT,
     PAGE_SIZES,
@@ -21,6 +23,7 @@ __all__ = [
     "CacheSpec",
     "CapacityError",
     "Int4Cache",
+    "Int4Layers",
     "KVCache",
     "KVPool",
     "QK4PV8Cache",

@@ -1,94 +1,38 @@
 """The KV cache of a model: memory of every layer, one page table for all, and who owns which page.
 
     keys(layer), values(layer)   (pages, page_size, kv_heads, head_dim), what PlaceKV and attention take
+    int4.layer(layer)            (pages, kv_heads, record bytes) uint8, INT4 records of the same slots, if any
     page_table                   (requests, pages per request) int32, -1 where a request has no page
     lengths                      (requests,) int32, tokens that each request holds
 
 The host knows every length and page, so that capacity is checked before anything is launched. What kernels read lies in
 tensors that are allocated once and changed in place: a captured graph stays valid while requests come and go. Slots
 that no request owns, and those of a request beyond its length, may hold anything, NaN included.
+
+A step of one token has a host's half, ``reserve_step``, and a device's, ``begin_step`` to ``end_step``, which a graph
+may hold. Between the two the host is a token ahead: so it sends no lengths, but what is added to which, and which
+requests a step is waiting for.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from epicute.errors import EpicuteError, require
-from epicute.kv.pages import NO_SLOT, PAGE_SIZES, slots_for
+from epicute.kv.cache_spec import FP8, CacheSpec
+from epicute.kv.int4_layers import Int4Layers
+from epicute.kv.pages import NO_SLOT, slots_for
+from epicute.kv.transfer import to_device
 from epicute.quant import SCALE_MAX, SCALE_MIN
 
 __all__ = ["CacheSpec", "CapacityError", "KVCache"]
 
-FP8 = torch.float8_e4m3fn
-
-DTYPES = (torch.bfloat16, torch.float16, FP8, torch.float32)
-"""float32 is there for references; no kernel serves it."""
-
-LAYOUTS = ("NHD", "HND")
-
 
 class CapacityError(EpicuteError, RuntimeError):
     """The cache has no room for what is to be added. Nothing was changed."""
-
-
-@dataclass(frozen=True)
-class CacheSpec:
-    """What one token of a model takes.
-
-    Attributes:
-        layers: decoder layers.
-        kv_heads: heads of keys and values.
-        head_dim: channels of a head.
-        dtype: bfloat16, float16, float8_e4m3fn, or float32 for references alone.
-        page_size: tokens per page, of ``PAGE_SIZES``.
-        layout: order in memory of a page, "NHD" (token, head, channel) or "HND" (head, token, channel).
-    """
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype = torch.bfloat16
-    page_size: int = 64
-    layout: str = "NHD"
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "kv_heads", "head_dim"):
-            value = getattr(self, name)
-            require(value >= 1, name, value, "a positive count", "check the model's configuration")
-        require(
-            self.dtype in DTYPES,
-            "dtype",
-            self.dtype,
-            ", ".join(map(str, DTYPES)),
-            "choose one of these",
-        )
-        require(
-            self.page_size in PAGE_SIZES,
-            "page_size",
-            self.page_size,
-            f"one of {PAGE_SIZES}",
-            "choose one of these",
-        )
-        require(
-            self.layout in LAYOUTS,
-            "layout",
-            repr(self.layout),
-            f"one of {LAYOUTS}",
-            "name the order of token, head and channel in a page",
-        )
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes that one token takes in all layers, scales and tables apart."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
-
-    def pages_for(self, tokens: int) -> int:
-        """Pages that ``tokens`` tokens of one request fill or begin."""
-        return -(-tokens // self.page_size)
 
 
 class KVCache:
@@ -106,8 +50,10 @@ class KVCache:
         lengths: (requests,) int32 on the device.
         k_scale, v_scale: (layers, kv_heads) float32, value = code * scale, for FP8; else None.
         saturated, nans: (layers, 2) int64, K and V: what was clipped and what was NaN when it was placed; FP8 only.
+        int4: INT4 records of all layers, a mirror of the main copy or all there is; None without.
         step_positions, step_slots: (requests,) int64 of a one-token step, see ``begin_step``.
         step_lengths: (requests,) int32, keys of each request in that step.
+        step_waiting: (requests,) int32, steps that ``reserve_step`` has announced and ``end_step`` has not counted yet.
     """
 
     def __init__(
@@ -126,7 +72,12 @@ class KVCache:
         self.spec, self.requests, self.max_length, self.pages = spec, requests, max_length, pages
         inner = (spec.page_size, spec.kv_heads)
         shape = (pages, *(inner if spec.layout == "NHD" else inner[::-1]), spec.head_dim)
-        self._memory = torch.empty((spec.layers, 2, *shape), dtype=spec.dtype, device=device)
+        self._memory: torch.Tensor | None = None
+        if spec.int4 != "only":
+            self._memory = torch.empty((spec.layers, 2, *shape), dtype=spec.dtype, device=device)
+        self.int4: Int4Layers | None = None
+        if spec.int4 is not None:
+            self.int4 = Int4Layers(spec.records(pages), spec.layers, device)
         self.k_scale, self.v_scale = _scales(spec, scales, device)
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -139,6 +90,7 @@ class KVCache:
         self.step_positions = zeros(requests, dtype=torch.int64).fill_(NO_SLOT)
         self.step_slots = zeros(requests, dtype=torch.int64).fill_(NO_SLOT)
         self.step_lengths = zeros(requests, dtype=torch.int32)
+        self.step_waiting = zeros(requests, dtype=torch.int32)
         self._rows = torch.arange(requests, device=device)
         self._held = [0] * requests
         self._owned: list[list[int]] = [[] for _ in range(requests)]
@@ -194,6 +146,8 @@ class KVCache:
 
     def __repr__(self) -> str:
         kind = "dense" if self._fixed else f"{self.pages} pages"
+        if self.spec.int4 is not None:
+            kind += ", INT4 only" if self.spec.int4 == "only" else ", INT4 mirror"
         held = f"{sum(self._held)} tokens of {self.requests} requests"
         return f"KVCache({self.spec}, {kind}, max_length={self.max_length}, {held}, {self.device})"
 
@@ -204,8 +158,9 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return self._memory.nbytes
+        """Bytes of keys and values, in all their copies."""
+        main = 0 if self._memory is None else self._memory.nbytes
+        return main + (0 if self.int4 is None else self.int4.memory.nbytes)
 
     @property
     def free_pages(self) -> int:
@@ -227,6 +182,14 @@ class KVCache:
             f"0 to {self.spec.layers - 1}",
             "count layers from 0",
         )
+        require(
+            self._memory is not None,
+            "cache",
+            "INT4 records alone",
+            "a main copy of keys and values",
+            "read cache.int4, or allocate the records as a mirror",
+        )
+        assert self._memory is not None
         pool = self._memory[layer, which]
         return pool if self.spec.layout == "NHD" else pool.transpose(1, 2)
 
@@ -322,7 +285,8 @@ class KVCache:
             sum(wanted.values()) <= len(self._free),
             "pages",
             f"{len(self._free)} free",
-            f"{sum(wanted.values())} for {sum(counts)} more tokens",
+            f"{sum(wanted.values())} for {sum(counts)} more tokens, of requests "
+            f"{[row for row, count in wanted.items() if count]}",
             "free a request, or allocate the cache with more pages",
             CapacityError,
         )
@@ -331,14 +295,22 @@ class KVCache:
                 taken = [self._free.pop() for _ in range(count)]
                 start = len(self._owned[row])
                 self._owned[row] += taken
-                self.page_table[row, start : start + count] = torch.tensor(taken, dtype=torch.int32)
+                self.page_table[row, start : start + count] = self._sent(taken, torch.int32)
 
     def positions(self, counts: Sequence[int], rows: Sequence[int] | None = None) -> torch.Tensor:
         """(sum of counts,) int64 positions of new tokens, request after request, on the device."""
         found = self._rows_of(counts, rows)
         starts = [self._held[row] for row in found]
         places = [s + i for s, n in zip(starts, counts, strict=True) for i in range(n)]
-        return torch.tensor(places, dtype=torch.int64, device=self.device)
+        return self._sent(places, torch.int64)
+
+    def host_table(self, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """(len(rows), pages per request) int32, those rows of ``page_table`` on the CPU, without asking the device."""
+        found = list(range(self.requests)) if rows is None else list(rows)
+        self._rows_of([0] * len(found), found)
+        width = self.page_table.shape[1]
+        table = [self._owned[row] + [-1] * (width - len(self._owned[row])) for row in found]
+        return torch.tensor(table, dtype=torch.int32).reshape(len(found), width)
 
     def slots(self, counts: Sequence[int], rows: Sequence[int] | None = None) -> torch.Tensor:
         """(sum of counts,) int64 slots of new tokens, request after request; reserves what they need.
@@ -349,13 +321,15 @@ class KVCache:
         owners = [
             r for r, n in zip(self._rows_of(counts, rows), counts, strict=True) for _ in range(n)
         ]
-        requests = torch.tensor(owners, dtype=torch.int64, device=self.device)
+        requests = self._sent(owners, torch.int64)
         positions = self.positions(counts, rows)
         # All rows are in the table: reserve has seen to that, so nothing waits for the device.
         return slots_for(self.page_table, positions, requests, self.spec.page_size, check=False)
 
     def advance(self, counts: Sequence[int], rows: Sequence[int] | None = None) -> None:
         """Count new tokens as held, once all layers have placed them.
+
+        Whether a step is waiting does not matter, except to the request itself: its tokens go behind the step's.
 
         Raises:
             CapacityError: tokens that no pages were reserved for.
@@ -371,19 +345,23 @@ class KVCache:
                 "call reserve or slots before the model runs",
                 CapacityError,
             )
-        for row, count in found.items():
-            self._held[row] += count
-        self._send_lengths()
+        added = [found.get(row, 0) for row in range(self.requests)]
+        self._held = [held + count for held, count in zip(self._held, added, strict=True)]
+        self.lengths.add_(self._sent(added, torch.int32))
 
     def free(self, row: int) -> None:
-        """Forget request ``row``. Its pages go back to the pool; a dense cache keeps them in place."""
+        """Forget request ``row``. Its pages go back to the pool; a dense cache keeps them in place.
+
+        A step that is waiting goes on without it.
+        """
         self._rows_of([0], [row])
         self._held[row] = 0
+        self.lengths[row] = 0
+        self.step_waiting[row] = 0
         if not self._fixed:
             self._free += reversed(self._owned[row])
             self._owned[row] = []
             self.page_table[row] = -1
-        self._send_lengths()
 
     def reset(self) -> None:
         """Forget all requests, and set the counters to zero."""
@@ -392,29 +370,48 @@ class KVCache:
         self.saturated.zero_()
         self.nans.zero_()
 
-    def _send_lengths(self) -> None:
-        self.lengths.copy_(torch.tensor(self._held, dtype=torch.int32))
+    def _sent(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Numbers on the device, without waiting for it."""
+        return to_device(torch.tensor(values, dtype=dtype), self.device)
 
     # --- one token for every live request, on the device ---
 
-    def reserve_step(self) -> None:
+    def reserve_step(self, live: Sequence[bool] | None = None) -> None:
         """The host's part of a one-token step, before ``begin_step`` or the replay of a graph that holds it.
 
-        Every request that holds tokens gets room for one more, and counts as one longer on the host.
+        Every request that holds tokens gets room for one more, and counts as one longer on the host; where ``live`` is
+        given (one for each request), those alone that are. Requests may be freed and others prefilled before the step
+        runs: it is of those that were chosen here and not freed since.
 
         Raises:
             CapacityError: as ``reserve``; nothing was changed.
         """
-        counts = [int(held > 0) for held in self._held]
+        chosen = [True] * self.requests if live is None else list(live)
+        require(
+            len(chosen) == self.requests,
+            "live",
+            f"{len(chosen)} requests",
+            f"{self.requests}",
+            "say of each request whether it takes part",
+        )
+        counts = [int(held > 0 and part) for held, part in zip(self._held, chosen, strict=True)]
         self.reserve(counts)
         self._held = [held + count for held, count in zip(self._held, counts, strict=True)]
+        self.step_waiting.add_(self._sent(counts, torch.int32))
 
-    def begin_step(self) -> None:
+    def cancel_step(self) -> None:
+        """Forget ``reserve_step``, where the step has failed before ``end_step``. Waits for the device."""
+        self._held = self.lengths.tolist()
+        self.step_waiting.zero_()
+
+    def begin_step(self, live: torch.Tensor | None = None) -> None:
         """Write ``step_positions``, ``step_slots`` and ``step_lengths`` of the next token of each request.
 
-        Device work alone, in place, capturable. A request without tokens is none: position and slot -1, 0 keys.
+        Device work alone, in place, capturable. Of the requests that ``reserve_step`` has chosen: any other has
+        position and slot -1 and keeps its length, and so has one that is not ``live``, (requests,) bool.
         """
-        live = self.lengths > 0
+        part = (self.lengths > 0) & (self.step_waiting > 0)
+        live = part if live is None else part & live
         self.step_positions.copy_(torch.where(live, self.lengths, NO_SLOT))
         self.step_lengths.copy_(self.lengths + live)
         self.step_slots.copy_(
@@ -425,7 +422,9 @@ class KVCache:
 
     def end_step(self) -> None:
         """Count the step's tokens as held on the device; in place, capturable."""
-        self.lengths.copy_(self.step_lengths)
+        done = (self.step_positions >= 0) & (self.step_waiting > 0)
+        self.lengths.add_(done)
+        self.step_waiting.sub_(done.to(torch.int32))
 
 
 def _scales(

@@ -66,7 +66,8 @@ class KeepRows(Elementwise):
     """x in rows that have a cache slot, 0 in all others, NaN included.
 
     Rows that pad a request or a captured batch reach no result: behind the output projection they are zeros, which the
-    MLP maps to zeros, so that neither a maximum nor a counter of theirs is recorded.
+    MLP maps to zeros. Zeros raise no counter, and no maximum above 0; a maximum of 0, where there are no other rows, is
+    passed by when delayed scales are rolled.
 
     Operand: ``slots`` (M,) int64, negative for a row that is no token.
     """

@@ -56,7 +56,12 @@ class Stream:
 
     @staticmethod
     @torch.no_grad()
-    def of(spec: BlockSpec, values: torch.Tensor, entry: DelayedScale | None = None) -> Stream:
+    def of(
+        spec: BlockSpec,
+        values: torch.Tensor,
+        entry: DelayedScale | None = None,
+        slots: torch.Tensor | None = None,
+    ) -> Stream:
         """The stream that enters a first block, from its values.
 
         Args:
@@ -64,7 +69,16 @@ class Stream:
             values: (M, hidden), rounded to the spec's dtype.
             entry: delayed scaling's state of what enters the model. It records what it sees; roll it once an
                 invocation.
+            slots: (M,) int64 of the requests: rows of none (-1) become zeros, as the embedding makes them, and are not
+                recorded. None: every row is a token's.
         """
+        require(
+            slots is None or (slots.dtype == torch.int64 and slots.shape == values.shape[:1]),
+            "slots",
+            None if slots is None else f"{tuple(slots.shape)} {slots.dtype}",
+            f"({values.shape[0]},) int64, one of each row",
+            "pass requests.slots",
+        )
         require(
             (entry is not None) == spec.delayed,
             "entry",
@@ -73,6 +87,8 @@ class Stream:
             "pass DelayedScale.create(device) of this request group",
         )
         found = Stream.allocate(spec, values.shape[0], values.device)
+        if slots is not None:
+            values = torch.where((slots >= 0)[:, None], values, 0.0)
         found.values.copy_(values)
         wide = torch.zeros(values.shape[0], spec.partials * 64, device=values.device)
         wide[:, : spec.shape.hidden] = found.values
@@ -134,7 +150,7 @@ class BlockScales:
         x1: the stream between attention and MLP, which gate and up read.
         z: the activated product, which the down projection reads.
         y: the stream that leaves, which the next block's QKV projection reads: the next layer's x.
-        group: the states of these four alone, which one launch rolls; None where they are part of a larger one.
+        group: these four as a group, which one launch rolls; None where they are states without one.
     """
 
     attention: DelayedScale
@@ -157,9 +173,14 @@ class BlockScales:
 
     @staticmethod
     def of(group: DelayedGroup, layer: int) -> BlockScales:
-        """One layer's states among a model's, whose group is named by ``model_sites``; the group rolls them all."""
-        attention, x1, z = (group[f"{layer}.{site}"] for site in SITES[:3])
-        return BlockScales(attention, x1, z, group[f"{layer + 1}.x"])
+        """One layer's states among a model's, whose group is named by ``model_sites``; that rolls all of them at once.
+
+        Raises:
+            ArgumentError: a group of other sites.
+        """
+        part = group.part((*(f"{layer}.{site}" for site in SITES[:3]), f"{layer + 1}.x"))
+        attention, x1, z, y = (group[site] for site in part)
+        return BlockScales(attention, x1, z, y, part)
 
     @property
     def sites(self) -> tuple[DelayedScale, ...]:

@@ -24,8 +24,10 @@ from epicute.models.final_norm import plan_final_norm
 from epicute.models.folder import EMBEDDING, HEAD, NORM, layer_prefix
 from epicute.models.kernels import GPU, Kernels
 from epicute.models.layer_weights import LayerWeights
+from epicute.models.placement import resolve_device
 from epicute.models.prefill import PrefillBlock
 from epicute.models.requests import Requests
+from epicute.quant.calibration import calibrate
 from epicute.quant.group import DelayedGroup
 from epicute.weights import Weight
 
@@ -43,6 +45,7 @@ class GpuBackend:
         group: delayed scaling's states of all sites, of one request group; None without.
         scales: the same layer by layer; empty without.
         strays: (1,) int64, ids outside of the embedding so far.
+        stray_rows: (1,) int64, rows outside of the last stream that logits were asked of so far.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class GpuBackend:
             UnsupportedError,
         )
         dtype = torch.float16 if weights == "fp16" else torch.bfloat16
-        self.config, self.device = config, torch.device(device)
+        self.config, self.device = config, resolve_device(device)
         self.spec = config.block(weights, cache or dtype, scaling)
         self.page_size = page_size
         self._max_rows = max_rows
@@ -105,9 +108,12 @@ class GpuBackend:
         if self.spec.delayed:
             self.group = DelayedGroup.create(model_sites(config.layers), self.device)
             self.scales = [BlockScales.of(self.group, i) for i in range(config.layers)]
-        self.strays = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.strays, self.stray_rows, self._uncounted = torch.zeros(
+            3, 1, dtype=torch.int64, device=self.device
+        )
         self._streams = [Stream.allocate(self.spec, max_rows, self.device) for _ in range(2)]
         self._caches: WeakKeyDictionary[KVCache, list[LayerCache]] = WeakKeyDictionary()
+        self._entry_fits = self.group is None
         self._uncalibrated = set(range(len(self.scales)))
         self._plan_ends(tensors, kernels)
 
@@ -146,6 +152,30 @@ class GpuBackend:
         """Rows that memory was allocated for."""
         return self._max_rows
 
+    def check_cache(self, cache: KVCache) -> None:
+        """Refuse, before anything is changed, a cache that the kernels were not planned for.
+
+        Raises:
+            ArgumentError: another dtype or page size. UnsupportedError: INT4 records.
+        """
+        require(
+            cache.int4 is None,
+            "cache",
+            "one with INT4 records",
+            "a main copy of keys and values alone: no kernel here writes the records",
+            "allocate it with model.new_cache(…), dtype left out",
+            UnsupportedError,
+        )
+        require(
+            (cache.spec.dtype, cache.spec.page_size) == (self.spec.cache, self.page_size),
+            "cache",
+            f"{cache.spec.dtype} in pages of {cache.spec.page_size}",
+            f"{self.spec.cache} in pages of {self.page_size}, as the kernels were planned",
+            "allocate it with model.new_cache(…), dtype and page_size left out",
+        )
+
+    decodes = False
+
     def embed(self, ids: torch.Tensor) -> Stream:
         """The stream that enters the first layer, of token ids (M,) int64."""
         x = self._streams[0].first(ids.numel())
@@ -155,9 +185,17 @@ class GpuBackend:
                 self._rows.run(x.values, x.codes, x.scale)
             return x
         site = self.group["0.x"]
-        for _ in range(2 if self._uncalibrated else 1):  # one run tells a fresh state its range
-            self.group.roll()
-            self._embed.run(ids, self._table, x.values, x.sumsq, self.strays, x.codes, site)
+        written = (ids, self._table, x.values, x.sumsq)
+        self.group.roll()
+        if not self._entry_fits:
+            calibrate(
+                (site,),
+                lambda: self._embed.run(*written, self._uncounted, x.codes, site),
+                site.roll,
+                most=1,
+            )
+            self._entry_fits = bool(site.history.any())  # not if no row was a token
+        self._embed.run(*written, self.strays, x.codes, site)
         return replace(x, scale=site.scale_used)
 
     def block(self, layer: int, x: Stream, requests: Requests, cache: KVCache) -> Stream:
@@ -165,25 +203,39 @@ class GpuBackend:
         block, cells = self.blocks[layer], self._cells(cache)[layer]
         scales = self.scales[layer] if self.scales else None
         out = self._streams[1 - layer % 2].first(x.rows)
-        fresh = scales is not None and layer in self._uncalibrated
-        if scales is not None and fresh:
+        if scales is not None and layer in self._uncalibrated:
             block.calibrate(x, requests, cells, out, scales)
-            self._uncalibrated.discard(layer)
-        # ``embed`` has rolled all states at once; calibration leaves one more roll to its layer.
-        return block.run(x, requests, cells, out, scales, roll=fresh)
+            if bool(scales.y.history.any()):  # some row was a token
+                self._uncalibrated.discard(layer)
+        # ``embed`` has rolled all states at once.
+        return block.run(x, requests, cells, out, scales, roll=False)
 
     def logits(self, x: Stream, rows: torch.Tensor) -> torch.Tensor:
         """(R, vocabulary) float32 of the rows (R,) int64 of the last stream."""
         y = matrix(rows.numel(), self.config.shape.hidden, self.spec.dtype, self.device)
         out = matrix(rows.numel(), self.config.vocabulary, torch.float32, self.device)
         if rows.numel():
-            self._norm.run(x.values, self._gain, y, sumsq=x.sumsq, rows=rows, strays=self.strays)
+            self._norm.run(
+                x.values, self._gain, y, sumsq=x.sumsq, rows=rows, strays=self.stray_rows
+            )
             self._project.run(y, self._head, out=out)
         return out
+
+    def decode(self, ids: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        """A step of one token a request.
+
+        Raises:
+            UnsupportedError: always: the kernels of the decode step are not part of this backend.
+        """
+        raise UnsupportedError(
+            f"decode: got {ids.numel()} tokens on {self.device}, expected a CPU: no kernels of the decode step are "
+            "planned here. Fix: prefill one token of each request, which gives the same logits; or device='cpu'"
+        )
 
     def _cells(self, cache: KVCache) -> list[LayerCache]:
         """The cache as the layers take it, described once."""
         if cache not in self._caches:
+            self.check_cache(cache)
             found = [LayerCache.of_model(cache, i) for i in range(self.config.layers)]
             self._caches[cache] = found
         return self._caches[cache]

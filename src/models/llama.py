@@ -1,8 +1,9 @@
-"""A Llama-style model from a Hugging Face folder: prefill of any requests into a KV cache.
+"""A Llama-style model from a Hugging Face folder: prefill of any requests into a KV cache, and a token more of each.
 
     model = Llama.from_folder("…/Llama-3.1-8B", device="cuda", weights="fp8")
     cache = model.new_cache(requests=4, max_length=4096)
     logits = model.prefill([ids_a, ids_b], cache)        # (2, vocabulary), of each request's last token
+    logits = model.decode([7, 11, -1, -1], cache)        # (4, vocabulary); requests 2 and 3 take no part
 
 What runs is a ``Backend``: on a GPU the fused layers of ``PrefillBlock``, on a CPU the references. Requests are packed
 row after row (FuTransformer 3.2.4), and continue where the cache's lengths stand, so that a prompt may come in chunks.
@@ -10,8 +11,7 @@ row after row (FuTransformer 3.2.4), and continue where the cache's lengths stan
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from numbers import Integral
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,19 +19,31 @@ import torch
 
 from epicute.errors import UnsupportedError, require
 from epicute.kv.cache import CacheSpec, KVCache
+from epicute.kv.transfer import to_device
 from epicute.models.config import ModelConfig
-from epicute.models.folder import Folder
+from epicute.models.folder import Folder, tensors_of
+from epicute.models.placement import resolve_device
 from epicute.models.requests import Requests
+from epicute.models.token_ids import batches, is_id, prompts_of, step_of
 
 __all__ = ["Backend", "Llama"]
 
 WANTED = ("last", "all")
 
+CACHES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "int4": None,
+}
+"""Names of what a cache keeps, and its dtype; INT4 records are made of what the backend's own caches hold."""
+
 
 class Backend(Protocol):
     """What runs a model's layers on one device. Its streams (what a layer reads and gives) are its own affair.
 
-    An invocation is one ``embed``, every layer's ``block`` in order, and ``logits``.
+    A prefill is one ``embed``, every layer's ``block`` in order, and ``logits``; a token more of each request is
+    ``decode``.
     """
 
     @property
@@ -46,6 +58,13 @@ class Backend(Protocol):
     def max_rows(self) -> int | None:
         """Rows that it runs at once at most; None for any number."""
 
+    def check_cache(self, cache: KVCache) -> None:
+        """Refuse, before anything is changed, a cache of this model that it does not serve."""
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it has ``decode``, and INT4 caches with it; else ``prefill`` of one token does the same, slower."""
+
     def embed(self, ids: torch.Tensor) -> Any:
         """The stream that enters the first layer, of token ids (M,) int64 on the device."""
 
@@ -54,6 +73,24 @@ class Backend(Protocol):
 
     def logits(self, x: Any, rows: torch.Tensor) -> torch.Tensor:
         """(R, vocabulary) float32: final norm and head of the rows (R,) int64 of the last stream."""
+
+    def decode(self, ids: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        """A whole step: token ids[b] of request b of the cache goes behind those it holds.
+
+        Device work alone, from ``cache.begin_step`` to ``cache.end_step``, both of which it calls; the host has been at
+        ``cache.reserve_step``.
+
+        Args:
+            ids: (requests,) int64 on the device, -1 where a request takes no part: its row gives zeros, and is seen by
+                no scale, counter or cache.
+            cache: of this model.
+
+        Returns:
+            (requests, vocabulary) float32.
+
+        Raises:
+            UnsupportedError: there are no kernels for it.
+        """
 
 
 class Llama:
@@ -66,7 +103,7 @@ class Llama:
     """
 
     def __init__(self, config: ModelConfig, backend: Backend, device: torch.device | str) -> None:
-        self.config, self.backend, self.device = config, backend, torch.device(device)
+        self.config, self.backend, self.device = config, backend, resolve_device(device)
 
     def __repr__(self) -> str:
         config = self.config
@@ -88,31 +125,49 @@ class Llama:
 
         Args:
             path: a folder with ``config.json`` and safetensors, in one file or sharded.
-            device: a CUDA device or the CPU; by default the GPU where there is one.
-            weights: "bf16", "fp16" or "fp8"; on a CPU also "exact", which rounds nothing.
+            device: a CUDA device or the CPU; by default the GPU where there is one. "cuda" is the GPU that is current.
+            weights: "bf16", "fp16" or "fp8"; on a CPU also "int4", and "exact", which rounds nothing.
             scaling: of activations beside FP8 weights, "delayed" per tensor or "row".
-            options: ``cache``, ``page_size`` and ``max_rows`` of ``GpuBackend``; a CPU has none.
+            options: ``cache``, ``page_size`` and ``max_rows`` of ``GpuBackend``, or ``int4`` and ``resident`` of
+                ``ReferenceBackend``.
 
         Raises:
             ConfigError, CheckpointError: files that are missing, broken or do not belong together.
             UnsupportedError: what no block carries, by the name of its key; "exact" on a GPU.
             ArgumentError: an unknown format, scaling or option; non-finite weights.
         """
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        device = torch.device(device)
-        require(
-            device.type in ("cpu", "cuda"),
-            "device",
-            device,
-            "a CUDA device or the CPU",
-            "pass device='cpu'",
-            UnsupportedError,
-        )
         config, folder = ModelConfig.from_folder(path), Folder(path)
         folder.check(config)
         folder.head(config)
-        backend = _backend(config, folder, device, weights=weights, scaling=scaling, **options)
+        return Llama.from_tensors(
+            config, folder, device=device, weights=weights, scaling=scaling, **options
+        )
+
+    @staticmethod
+    def from_tensors(
+        config: ModelConfig,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        device: torch.device | str | None = None,
+        weights: str = "bf16",
+        scaling: str = "delayed",
+        **options: Any,
+    ) -> Llama:
+        """The same from weights by their Hugging Face names, which ``models.folder.tensors_of`` lists; others are left.
+
+        Raises:
+            as ``from_folder``, files apart. ArgumentError: a tensor that is missing.
+        """
+        missing = sorted(set(tensors_of(config)) - set(tensors))
+        require(
+            not missing,
+            "tensors",
+            f"none called {', '.join(missing[:3])}",
+            f"all {len(tensors_of(config))} of a {config.family} model with {config.layers} layers",
+            "pass them by the names of models.folder.tensors_of(config)",
+        )
+        device = resolve_device(device)
+        backend = _backend(config, tensors, device, weights=weights, scaling=scaling, **options)
         return Llama(config, backend, device)
 
     def new_cache(
@@ -121,10 +176,12 @@ class Llama:
         max_length: int,
         *,
         pages: int | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         page_size: int | None = None,
         layout: str = "NHD",
         scales: tuple[object, object] | None = None,
+        mirror: bool = False,
+        rotated: bool = True,
     ) -> KVCache:
         """An empty cache for this model.
 
@@ -132,11 +189,38 @@ class Llama:
             requests: at one time.
             max_length: tokens of the longest.
             pages: of a shared pool; None: room for ``max_length`` tokens of each request.
-            dtype: bfloat16, float16 or float8_e4m3fn, on a CPU also float32; by default what the backend is made for.
+            dtype: bfloat16, float16 or float8_e4m3fn, on a CPU float32; or "bf16", "fp16", "fp8"; or "int4", records
+                of nibbles (FuTransformer 3.3.2), heads of a multiple of 64; by default what the backend is made for.
             page_size: tokens per page; by default what the backend is made for.
             layout: "NHD" or "HND".
             scales: FP8: K's and V's, see ``KVCache``.
+            mirror: INT4: keep a main cache beside the records, which prefill reads; else the records are all there is.
+            rotated: INT4: rotate rows over their heads before they are quantised (3.3.3).
+
+        Raises:
+            UnsupportedError: INT4 on a GPU, whose kernels do not read it yet.
+            ArgumentError: another dtype; sizes or scales that make no sense; ``mirror`` or ``rotated`` without INT4.
         """
+        int4 = dtype == "int4"
+        if isinstance(dtype, str):
+            require(dtype in CACHES, "dtype", repr(dtype), f"one of {tuple(CACHES)}", "name one")
+            dtype = CACHES[dtype]
+        for name, value, plain in (("mirror", mirror, False), ("rotated", rotated, True)):
+            require(
+                int4 or value == plain,
+                name,
+                value,
+                f"{plain}, as there are no INT4 records",
+                f"pass dtype='int4', or leave {name} out",
+            )
+        require(
+            not int4 or self.backend.decodes,
+            "dtype",
+            "'int4'",
+            "a cache that prefill reads, as no kernel here decodes",
+            "leave dtype out, or run the model on the CPU",
+            UnsupportedError,
+        )
         shape = self.config.shape
         spec = CacheSpec(
             self.config.layers,
@@ -145,6 +229,8 @@ class Llama:
             dtype or self.backend.cache_dtype,
             page_size or self.backend.page_size,
             layout,
+            ("mirror" if mirror else "only") if int4 else None,
+            rotated,
         )
         if pages is None:
             return KVCache.dense(spec, requests, max_length, scales=scales, device=self.device)
@@ -182,20 +268,27 @@ class Llama:
             logits in WANTED, "logits", repr(logits), f"one of {WANTED}", "say what is to be given"
         )
         require(
-            chunk is None or chunk >= 1,
+            chunk is None or (is_id(chunk) and chunk >= 1),
             "chunk",
             chunk,
             "a positive count of tokens, or None",
             "leave it out to run whole prompts",
         )
-        prompts = _prompts(ids, self.config.vocabulary)
+        prompts = prompts_of(ids, self.config.vocabulary)
         self._check_cache(cache)
+        require(
+            rows is None or (isinstance(rows, Sequence) and all(is_id(row) for row in rows)),
+            "rows",
+            rows,
+            "a list of the cache's requests, one for each prompt, or None",
+            "write rows=[3] for a single prompt",
+        )
         counts = [len(prompt) for prompt in prompts]
         owners = list(range(len(prompts))) if rows is None else list(rows)
         cache.reserve(counts, owners)
         found: list[list[torch.Tensor]] = [[] for _ in prompts]
         limit = min(n for n in (sum(counts), chunk, self.backend.max_rows) if n is not None)
-        for batch in _batches(counts, limit):
+        for batch in batches(counts, limit):
             parts = [prompts[i][start:end] for i, start, end in batch]
             ends = [end == counts[i] for i, _, end in batch]
             given = self._run(
@@ -204,6 +297,34 @@ class Llama:
             for (i, _, _), part in zip(batch, given, strict=True):
                 found[i].append(part)
         return torch.cat([part for parts in found for part in parts])
+
+    @torch.no_grad()
+    def decode(self, tokens: torch.Tensor | Sequence[int], cache: KVCache) -> torch.Tensor:
+        """Run one token more of each request, behind those that the cache holds of it.
+
+        The host knows all lengths and checks them, so tokens on a GPU are waited for.
+
+        Args:
+            tokens: (B,) integers, one for each request of the cache; -1 where a request takes no part.
+            cache: of this model; it holds the tokens afterwards. Of INT4 records alone are read, the new ones too.
+
+        Returns:
+            (B, vocabulary) float32 on the device: for the token that follows; zeros where a request took no part.
+
+        Raises:
+            ArgumentError: not one token a request, a token outside of the vocabulary, one for a request that holds none
+                (``prefill`` it first), or a cache that is not this model's.
+            CapacityError: the cache has no room; nothing was changed.
+            UnsupportedError: the backend has no kernels for it; ``prefill`` of one token works.
+        """
+        self._check_cache(cache)
+        ids = step_of(tokens, cache.held, self.config.vocabulary)
+        cache.reserve_step([i >= 0 for i in ids])
+        try:
+            return self.backend.decode(to_device(torch.tensor(ids), self.device), cache)
+        except BaseException:
+            cache.cancel_step()
+            raise
 
     def _run(
         self,
@@ -217,12 +338,12 @@ class Llama:
         requests = Requests.packed(
             counts,
             cache.spec.page_size,
-            cache.page_table[owners],
+            cache.host_table(owners),
             cached=[cache.held[owner] for owner in owners],
             device=self.device,
         )
         flat = torch.tensor([i for part in parts for i in part], dtype=torch.int64)
-        x = self.backend.embed(flat.to(self.device))
+        x = self.backend.embed(to_device(flat, self.device))
         for layer in range(self.config.layers):
             x = self.backend.block(layer, x, requests, cache)
         cache.advance(counts, owners)
@@ -231,10 +352,17 @@ class Llama:
         else:
             marks = torch.tensor(last)
             wanted, sizes = torch.tensor(counts).cumsum(0)[marks] - 1, marks.int().tolist()
-        given = self.backend.logits(x, wanted.to(self.device))
+        given = self.backend.logits(x, to_device(wanted, self.device))
         return list(given.split(sizes))
 
     def _check_cache(self, cache: KVCache) -> None:
+        require(
+            isinstance(cache, KVCache),
+            "cache",
+            type(cache).__name__,
+            "a KVCache",
+            "allocate it with model.new_cache(…)",
+        )
         shape, spec = self.config.shape, cache.spec
         wanted = (self.config.layers, shape.kv_heads, shape.head_dim)
         require(
@@ -245,87 +373,29 @@ class Llama:
             "allocate it with model.new_cache(…)",
         )
         require(
-            cache.device.type == self.device.type
-            and self.device.index in (None, cache.device.index),
+            cache.device == self.device,
             "cache",
             f"on {cache.device}",
             f"on {self.device}, as the model",
             "allocate it with model.new_cache(…)",
         )
+        self.backend.check_cache(cache)
 
 
-def _batches(counts: list[int], limit: int) -> Iterator[list[tuple[int, int, int]]]:
-    """(request, first token, behind its last) in order; all batches but the last have ``limit`` tokens."""
-    batch: list[tuple[int, int, int]] = []
-    room = limit
-    for request, count in enumerate(counts):
-        done = 0
-        while done < count:
-            taken = min(room, count - done)
-            batch.append((request, done, done + taken))
-            done, room = done + taken, room - taken
-            if room == 0:
-                yield batch
-                batch, room = [], limit
-    if batch:
-        yield batch
-
-
-def _prompts(ids: Any, vocabulary: int) -> list[list[int]]:
-    """Checked token ids of each request."""
-    if isinstance(ids, torch.Tensor):
-        require(
-            not ids.is_floating_point() and not ids.is_complex() and ids.ndim in (1, 2),
-            "ids",
-            f"{tuple(ids.shape)} {ids.dtype}",
-            "integers, (tokens,) or (requests, tokens)",
-            "pass what the tokenizer gives",
-        )
-        found = ids.tolist() if ids.ndim == 2 else [ids.tolist()]
-    else:
-        listed = list(ids)
-        nested = bool(listed) and isinstance(listed[0], torch.Tensor | Sequence)
-        found = [_prompt(prompt) for prompt in listed] if nested else [listed]
-    for place, prompt in enumerate(found):
-        require(
-            len(prompt) > 0,
-            f"ids[{place}]",
-            "no token",
-            "at least one",
-            "leave out requests that have nothing new",
-        )
-        wrong = [i for i in prompt if not (isinstance(i, Integral) and 0 <= int(i) < vocabulary)]
-        require(
-            not wrong,
-            f"ids[{place}]",
-            wrong[:3],
-            f"token ids from 0 to {vocabulary - 1}",
-            "use the tokenizer of this checkpoint",
-        )
-    return found
-
-
-def _prompt(prompt: Any) -> list[int]:
-    if not isinstance(prompt, torch.Tensor):
-        return list(prompt)
-    require(
-        prompt.ndim == 1 and not prompt.is_floating_point(),
-        "ids",
-        f"{tuple(prompt.shape)} {prompt.dtype}",
-        "integers, (tokens,) for each request",
-        "pass what the tokenizer gives",
-    )
-    return list(prompt.tolist())
-
-
-def _backend(config: ModelConfig, folder: Folder, device: torch.device, **options: Any) -> Backend:
+def _backend(
+    config: ModelConfig,
+    tensors: Mapping[str, torch.Tensor],
+    device: torch.device,
+    **options: Any,
+) -> Backend:
     """The device's backend; each is imported when it is asked for."""
     if device.type == "cpu":
         from epicute.models.reference_backend import ReferenceBackend
 
-        unknown = sorted(set(options) - {"weights", "scaling"})
-        require(not unknown, "options", unknown, "none on a CPU", "leave them out")
-        return ReferenceBackend(config, folder, **options)
+        known = {"weights", "scaling", "int4", "resident"}
+        unknown = sorted(set(options) - known)
+        require(not unknown, "options", unknown, f"{sorted(known)} on a CPU", "leave them out")
+        return ReferenceBackend(config, tensors, **options)
     from epicute.models.gpu_backend import GpuBackend
 
-    return GpuBackend(config, folder, device=device, **options)
+    return GpuBackend(config, tensors, device=device, **options)

@@ -16,12 +16,13 @@ cost a launch for each of the four activations.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from epicute.errors import ArgumentError, require
+from epicute.errors import ArgumentError, UnsupportedError, require
 from epicute.models.block_spec import PROJECTIONS, BlockSpec
 from epicute.models.block_state import BlockScales, LayerCache, Stream, Workspace
 from epicute.models.kernels import GPU, Kernels, Projection
@@ -29,6 +30,7 @@ from epicute.models.layer_weights import LayerWeights
 from epicute.models.requests import Requests
 from epicute.models.shapes import projections
 from epicute.quant import DelayedScale
+from epicute.quant.calibration import calibrate
 
 __all__ = ["PrefillBlock"]
 
@@ -106,7 +108,10 @@ class PrefillBlock:
         )
         workspace = workspace or Workspace.plan(spec, max_rows, device)
         workspace.check(spec, max_rows, device)
-        attention = kernels.attention(spec.attention(packed, page))
+        # Code is loaded where the weights are, so that a first run may be captured there.
+        here = torch.cuda.device(device) if torch.device(device).type == "cuda" else nullcontext()
+        with here:
+            attention = kernels.attention(spec.attention(packed, page))
         rows = max_rows if expected_m is None else expected_m
         found = {
             name: kernels.projection(
@@ -167,9 +172,16 @@ class PrefillBlock:
             ``out`` with the scale its codes were written with. Rows that are no token are 0.
 
         Raises:
-            ArgumentError: before the first launch, where an argument is not what was planned.
+            ArgumentError: before the first launch, where an argument is not what was planned; with ``roll``, codes of
+                ``x`` that one of ``scales`` has written, and whose scale the roll would change.
+            UnsupportedError: a layer on the CPU.
         """
         self._check(x, requests, cache, out, scales)
+        if scales is not None and roll and any(x.scale is s.scale_used for s in scales.sites):
+            raise ArgumentError(
+                "x.scale: got that of a state which this call rolls, expected the scale x was written with. "
+                "Fix: give each layer states of its own, or roll them before x is written and pass roll=False"
+            )
         if x.rows == 0:
             return out if scales is None else replace(out, scale=scales.y.scale_used)
         if scales is not None and roll:
@@ -200,12 +212,15 @@ class PrefillBlock:
         cache: LayerCache,
         out: Stream,
         scales: BlockScales,
-    ) -> None:
-        """Give fresh states scales that fit ``x``, by as many runs as there are sites; the arguments are ``run``'s.
+    ) -> int:
+        """Give the states scales that fit ``x``, in at most as many runs as there are sites; arguments as of ``run``.
 
-        A run tells each site's range as far as the sites before it were scaled right, so one more is right after each.
-        The next ``run`` rolls what the last has seen. ``x`` and ``out`` must be apart. Cells are written again and
-        again with the same keys and values.
+        See ``epicute.quant.calibration.calibrate``: what the states knew is forgotten, their counters are zero, and the
+        next ``run`` finds in them what it would see itself. ``x`` and ``out`` must be apart. Cells are written again
+        and again with the same keys and values, but the cache's counters stay what they were.
+
+        Returns:
+            How many runs it took.
         """
         require(
             x.values.data_ptr() != out.values.data_ptr(),
@@ -214,8 +229,16 @@ class PrefillBlock:
             "memory of its own, since x is read again",
             "allocate it: Stream.allocate(spec, rows, device)",
         )
-        for _ in scales.sites:
-            self.run(x, requests, cache, out, scales)
+        counted = {name: counter.clone() for name, counter in cache.counters.items()}
+        runs = calibrate(
+            scales.sites,
+            lambda: self.run(x, requests, cache, out, scales, roll=False),
+            lambda: self.kernels.roll(scales),
+            most=len(scales.sites),
+        )
+        for name, counter in counted.items():
+            cache.counters[name].copy_(counter)
+        return runs
 
     # --- the steps ---
 
@@ -308,6 +331,11 @@ class PrefillBlock:
         scales: BlockScales | None,
     ) -> None:
         spec, rows = self.spec, x.rows
+        if self.kernels is GPU and self.weights.device.type == "cpu":
+            raise UnsupportedError(
+                "weights: got a layer on the CPU, expected one on a CUDA device. "
+                "Fix: move it there, or run the model by Llama.from_folder(…, device='cpu')"
+            )
         x.check("x", spec, rows)
         out.check("out", spec, rows)
         if rows > self.workspace.rows:

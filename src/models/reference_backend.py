@@ -1,24 +1,32 @@
 """Decoder layers in float64 on the CPU, through the references: what a machine without a GPU runs.
 
-    weights   projections                            activations are rounded
-    exact     as the checkpoint has them             nowhere
-    bf16      gain folded in, rounded to BF16        where the kernels store them
-    fp16      the same in FP16                       the same
-    fp8       gain folded in, E4M3 codes and scales  the same, and to E4M3 in front of every projection
+    weights   prefill: activations are rounded              one token a request (``decode``)
+    exact     nowhere                                       nowhere
+    bf16      where the kernels store them                  the same
+    fp16      the same in FP16                              the same
+    fp8       the same, and to E4M3 before a projection     to 16 bits alone
+    int4      to 16 bits                                    the same
 
 So ``exact`` is the model's own answer, and the others are the answer of the kernels that are planned for
-``ModelConfig.block``, less the order of their additions.
+``ModelConfig.block``, or of the few-row kernels, less the order of their additions. The forms themselves are those of
+``models.reference_weights``.
+
+INT4 records are read as attention kernels do: dequantised, in the rotated space, to which queries are turned and from
+which outputs are turned back. ``decode`` reads nothing else, its own row included. A prefill whose records are all
+there is has the rows of its own call as they were before, and earlier ones from the records; beside a main copy it
+reads that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from epicute.attention.reference import Options, attend_batch
+from epicute.attention.reference import Options, attend, attend_batch
 from epicute.epilogues.reference import place_kv, store
 from epicute.errors import require
 from epicute.gemm.reference import (
@@ -31,32 +39,27 @@ from epicute.gemm.reference import (
     qkv_projection,
     rms_norm,
 )
-from epicute.kv import split_slot
+from epicute.kv import slots_for, split_slot
 from epicute.kv.cache import KVCache
 from epicute.models.block_state import BlockScales
 from epicute.models.config import ModelConfig
-from epicute.models.folder import EMBEDDING, HEAD, NORM, layer_prefix
+from epicute.models.folder import EMBEDDING, HEAD, NORM
+from epicute.models.reference_weights import (
+    FORMATS,
+    Given,
+    ReferenceLayer,
+    check_given,
+    read_layer,
+)
 from epicute.models.requests import Requests
-from epicute.quant import DelayedScale, quantize_rows, scale_for
-from epicute.weights import Quantized, Weight
+from epicute.quant import DelayedScale, quantize_rows
+from epicute.quant.calibration import calibrate
+from epicute.quant.hadamard import hadamard
 
 __all__ = ["FORMATS", "ReferenceBackend"]
 
-FORMATS = {
-    "exact": torch.float64,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.bfloat16,
-}
-"""Form of the weights -> dtype of the residual stream and of every activation that is not FP8."""
-
-PARTS = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-NORMS = {"qkv": "input_layernorm.weight", "gate_up": "post_attention_layernorm.weight"}
+RESIDENT = 4 << 30
+"""Bytes that a model's matrices may take in float64 to be kept so, unless it is said whether they are."""
 
 HEAD_ROWS = 16384
 """Rows of the head that are in float64 at a time."""
@@ -69,17 +72,6 @@ class _Stream:
     values: Tensor
     codes: Tensor | None = None
     scale: Tensor | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class _Layer:
-    """A layer's weights; where the form is exact ``gains`` has the norms', else they are folded in."""
-
-    weights: Mapping[str, Sequence[Quantized | Tensor]]
-    gains: Mapping[str, Tensor]
-    bias: Tensor | None
-    q_gain: Tensor | None
-    k_gain: Tensor | None
 
 
 class ReferenceBackend:
@@ -100,6 +92,9 @@ class ReferenceBackend:
         tensors: Mapping[str, Tensor],
         weights: str = "bf16",
         scaling: str = "delayed",
+        *,
+        int4: Given | None = None,
+        resident: bool | None = None,
     ) -> None:
         """Take a checkpoint's layers, folded and quantised.
 
@@ -108,9 +103,13 @@ class ReferenceBackend:
             tensors: the checkpoint by its Hugging Face names, as ``Folder`` has it.
             weights: a form of ``FORMATS``.
             scaling: of FP8 activations, "delayed" per tensor or "row".
+            int4: INT4 codes of some weights, or all, by the checkpoint's names, chosen for the weights as the
+                checkpoint has them (no gain folded in); the others are rounded to nearest, in symmetric groups of 128.
+            resident: keep all matrices in float64, so that a step of few rows does not convert them again; None: where
+                they take no more than 4 GiB.
 
         Raises:
-            ArgumentError: no such form or scaling; non-finite weights.
+            ArgumentError: no such form or scaling; non-finite weights; codes that belong to no weight.
         """
         require(
             weights in FORMATS,
@@ -128,7 +127,15 @@ class ReferenceBackend:
         )
         self.config, self.weights, self.scaling = config, weights, scaling
         self.dtype = FORMATS[weights]
-        self._layers = [self._read(tensors, index) for index in range(config.layers)]
+        table = config.vocabulary * config.shape.hidden
+        size = 8 * (config.layers * config.shape.weights + table)
+        self._resident = size <= RESIDENT if resident is None else resident
+        given = int4 or {}
+        check_given(given, weights, tensors, config.layers)
+        self._layers = [
+            read_layer(config, tensors, index, weights, given, self._resident)
+            for index in range(config.layers)
+        ]
         delayed = weights == "fp8" and scaling == "delayed"
         self.scales = [BlockScales.create() for _ in range(config.layers)] if delayed else []
         self.entry = DelayedScale.create()
@@ -137,33 +144,7 @@ class ReferenceBackend:
         self._norm = tensors[NORM]
         self._embedding = self._kept(tensors[EMBEDDING])
         self._head = self._embedding if config.tied else self._kept(tensors[HEAD])
-
-    def _read(self, tensors: Mapping[str, Tensor], index: int) -> _Layer:
-        prefix, config = layer_prefix(index), self.config
-
-        def vector(name: str, offset: float = 0.0) -> Tensor:
-            return tensors[prefix + name].to(torch.float32) + offset
-
-        norms = {name: vector(norm, config.gain_offset) for name, norm in NORMS.items()}
-        parts: dict[str, list[Quantized | Tensor]] = {}
-        for name, names in PARTS.items():
-            shards = [tensors[f"{prefix}{part}.weight"] for part in names]
-            if self.weights == "exact":
-                parts[name] = list(shards)
-                continue
-            values = [Weight(x, part) for x, part in zip(shards, names, strict=True)]
-            if name in norms:
-                values = [w.fold_gain(norms[name]) for w in values]
-            parts[name] = [w.quantize(self.weights) for w in values]
-        qk = config.qk_norm
-        biases = [vector(f"{part}.bias") for part in PARTS["qkv"]] if config.bias else None
-        return _Layer(
-            parts,
-            norms if self.weights == "exact" else {},
-            None if biases is None else torch.cat(biases),
-            vector("self_attn.q_norm.weight", config.gain_offset) if qk else None,
-            vector("self_attn.k_norm.weight", config.gain_offset) if qk else None,
-        )
+        self._head_parts: list[Tensor] = []
 
     # --- the seam ---
 
@@ -172,21 +153,70 @@ class ReferenceBackend:
         """That of the residual stream; float32 where it is exact. Any other is served too."""
         return torch.float32 if self.dtype == torch.float64 else self.dtype
 
+    def check_cache(self, cache: KVCache) -> None:
+        """Refuse none: every dtype and page size is served."""
+
     page_size = 64
     max_rows: int | None = None
+    decodes = True
 
     def embed(self, ids: Tensor) -> _Stream:
         """What the first block reads, of token ids (M,); starts an invocation."""
         for site in (self.entry, *(s for block in self.scales for s in block.sites)):
             site.roll()
-        x = self._embedding[ids].to(torch.float64)
-        if self.config.scaled_embedding:
-            narrow = torch.float32 if self.weights == "exact" else self.dtype
-            x = x * torch.tensor(self.config.shape.hidden**0.5).to(narrow).to(torch.float64)
-        return self._written(x, self.entry)
+        return self._written(self._embedded(ids), self.entry)
 
     def block(self, layer: int, x: _Stream, requests: Requests, cache: KVCache) -> _Stream:
         """One layer; writes the keys and values of the rows that have a slot into ``cache``."""
+        return self._block(layer, x, requests, cache, step=False)
+
+    def decode(self, ids: Tensor, cache: KVCache) -> Tensor:
+        """One token of each request, between ``cache.reserve_step`` and ``cache.end_step``, which it calls."""
+        cache.begin_step(ids >= 0)
+        live = cache.step_slots >= 0
+        requests = Requests(
+            positions=cache.step_positions.clamp_min(0),
+            slots=cache.step_slots,
+            kv_lengths=cache.step_lengths,
+            starts=torch.arange(len(ids) + 1, dtype=torch.int32),
+            page_table=cache.page_table,
+        )
+        embedded = torch.where(live[:, None], self._embedded(ids.clamp_min(0)), 0.0)
+        x = _Stream(store(embedded, self.dtype))
+        for layer in range(self.config.layers):
+            x = self._block(layer, x, requests, cache, step=True)
+        logits = self.logits(x, torch.arange(len(ids)))
+        cache.end_step()
+        return logits
+
+    def logits(self, x: _Stream, rows: Tensor) -> Tensor:
+        """(R, vocabulary) float32 of the rows (R,) of what the last block gave: final norm and head."""
+        gain = self._norm.to(torch.float32) + self.config.gain_offset
+        y = store(rms_norm(x.values[rows], gain, self.config.eps), self.dtype)
+        return torch.cat([(y @ part.T).to(torch.float32) for part in self._wide_head()], 1)
+
+    # --- its parts ---
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """(M, hidden) float64 embedding rows, before they are stored."""
+        x = self._embedding[ids].to(torch.float64)
+        if not self.config.scaled_embedding:
+            return x
+        narrow = torch.float32 if self.weights == "exact" else self.dtype
+        return x * torch.tensor(self.config.shape.hidden**0.5).to(narrow).to(torch.float64)
+
+    def _wide_head(self) -> Iterable[Tensor]:
+        """The head in float64, some rows at a time."""
+        parts = (part.to(torch.float64) for part in self._head.split(HEAD_ROWS))
+        if not self._resident:
+            return parts
+        self._head_parts = self._head_parts or list(parts)
+        return self._head_parts
+
+    def _block(
+        self, layer: int, x: _Stream, requests: Requests, cache: KVCache, step: bool
+    ) -> _Stream:
+        """One layer: of a prefill, or of a ``step`` of one token a request, which multiplies 16-bit activations."""
         held, sites = self._layers[layer], self._sites(layer)
         config, shape = self.config, self.config.shape
         keep = (requests.slots >= 0)[:, None]
@@ -200,27 +230,21 @@ class ReferenceBackend:
             held.q_gain,
             held.k_gain,
         )
-        for which, name in enumerate("kv"):
-            _place(cache, layer, which, heads[name], requests.slots)
-        attended = self._attend(store(heads["q"], self.dtype), layer, requests, cache)
-        activation = self._activation(torch.where(keep, attended, 0.0), sites[0])
-        linear = self._linear("o", held, activation)
+        rows = _place(cache, layer, heads["k"], heads["v"], requests.slots)
+        q = store(heads["q"], self.dtype)
+        if cache.int4 is None or (cache.spec.int4 == "mirror" and not step):
+            attended = self._attend(q, layer, requests, cache)
+        else:
+            attended = self._attend_records(q, None if step else rows, layer, requests, cache)
+        attended = torch.where(keep, attended, 0.0)
+        linear = self._linear("o", held, self._activation(attended, sites[0], step))
         x1 = output_projection(linear, x.values, self.dtype)["h"]
-        stream = self._written(torch.where(keep, x1, 0.0), sites[1])
+        stream = self._written(torch.where(keep, x1, 0.0), sites[1], step)
         linear, sumsq = self._normed("gate_up", held, stream)
         z = gate_up_projection(linear, sumsq, config.eps)["z"]
-        linear = self._linear("down", held, self._activation(z, sites[2]))
+        linear = self._linear("down", held, self._activation(z, sites[2], step))
         y = down_projection(linear, stream.values, self.dtype)["h"]
-        return self._written(y, sites[3])
-
-    def logits(self, x: _Stream, rows: Tensor) -> Tensor:
-        """(R, vocabulary) float32 of the rows (R,) of what the last block gave: final norm and head."""
-        gain = self._norm.to(torch.float32) + self.config.gain_offset
-        y = store(rms_norm(x.values[rows], gain, self.config.eps), self.dtype)
-        parts = self._head.split(HEAD_ROWS)
-        return torch.cat([(y @ part.to(torch.float64).T).to(torch.float32) for part in parts], 1)
-
-    # --- its parts ---
+        return self._written(y, sites[3], step)
 
     def _sites(self, layer: int) -> Sequence[DelayedScale | None]:
         """The states of attention's output, x₁, z and y; none without delayed scaling."""
@@ -230,24 +254,19 @@ class ReferenceBackend:
         """Embedding or head in the dtype of the residual stream; as the checkpoint has it where that is exact."""
         return table if self.weights == "exact" else table.to(self.dtype)
 
-    def _linear(self, name: str, held: _Layer, x: _Stream) -> Linear:
-        parts = held.weights[name]
-        weight = torch.cat([_codes(part).to(torch.float64) for part in parts])
-        scales = [part.scale for part in parts if isinstance(part, Quantized)]
-        given = [scale for scale in scales if scale is not None]
-        return Linear(
-            x.values if x.codes is None else x.codes.to(torch.float64),
-            weight,
-            x.scale,
-            torch.cat(given) if given else None,
-        )
+    def _linear(self, name: str, held: ReferenceLayer, x: _Stream) -> Linear:
+        values = x.values if x.codes is None else x.codes.to(torch.float64)
+        return Linear(values, held.matrix(name), x.scale, held.scale(name))
 
-    def _normed(self, name: str, held: _Layer, x: _Stream) -> tuple[Linear, Tensor | None]:
+    def _normed(self, name: str, held: ReferenceLayer, x: _Stream) -> tuple[Linear, Tensor | None]:
         """The product with a normalised activation, and the sums for its row factor where that stands behind it."""
-        if name in held.gains:
+        if name not in held.gains:
+            return self._linear(name, held, x), partials(x.values)
+        if self.weights == "exact":
             normed = rms_norm(x.values, held.gains[name], self.config.eps)
             return self._linear(name, held, _Stream(normed)), None
-        return self._linear(name, held, x), partials(x.values)
+        scaled = store(x.values * held.gains[name].to(torch.float64), self.dtype)
+        return self._linear(name, held, _Stream(scaled)), partials(x.values)
 
     def _rotary(self, positions: Tensor) -> Rotary:
         rope = self.config.rope
@@ -271,34 +290,112 @@ class ReferenceBackend:
         )
         return out.reshape(q.shape)
 
-    def _written(self, x: Tensor, site: DelayedScale | None) -> _Stream:
+    def _attend_records(
+        self,
+        q: Tensor,
+        own: tuple[Tensor, Tensor] | None,
+        layer: int,
+        requests: Requests,
+        cache: KVCache,
+    ) -> Tensor:
+        """(M, q_width) float64 over INT4 records; NaN in rows of no request.
+
+        ``own``: keys and values (M, kv_heads, head_dim) that stand in for the records of the same tokens.
+        """
+        shape, format = self.config.shape, cache.int4.format  # type: ignore[union-attr]
+        turn = torch.eye(shape.head_dim, dtype=torch.float64)
+        if format.width:
+            turn = hadamard(shape.head_dim, format.width)
+        queries = q.unflatten(1, (-1, shape.head_dim)) @ turn
+        found = torch.full_like(queries, torch.nan)
+        for request, (rows, total) in enumerate(_spans(requests)):
+            known = total if own is None else total - (rows.stop - rows.start)
+            k, v = _records(cache, layer, requests, request, known)
+            if own is not None:
+                k = torch.cat([k, own[0][rows] @ turn])
+                v = torch.cat([v, own[1][rows] @ turn])
+            out, _ = attend(queries[rows], k, v, window=self.config.window)
+            found[rows] = out @ turn
+        return found.flatten(1)
+
+    def _written(self, x: Tensor, site: DelayedScale | None, step: bool = False) -> _Stream:
         """The residual stream as stored; its codes are those of the stored values."""
         values = store(x, self.dtype)
-        return self._coded(values, values, site)
+        return self._coded(values, values, site, step)
 
-    def _activation(self, x: Tensor, site: DelayedScale | None) -> _Stream:
+    def _activation(self, x: Tensor, site: DelayedScale | None, step: bool) -> _Stream:
         """An activation that one projection reads; delayed scaling codes it before it is rounded to 16 bits."""
         stored = store(x, self.dtype)
-        return self._coded(stored, x if self.scales else stored, site)
+        return self._coded(stored, x if self.scales else stored, site, step)
 
-    def _coded(self, values: Tensor, source: Tensor, site: DelayedScale | None) -> _Stream:
-        if self.weights != "fp8":
+    def _coded(
+        self, values: Tensor, source: Tensor, site: DelayedScale | None, step: bool
+    ) -> _Stream:
+        if self.weights != "fp8" or step:
             return _Stream(values)
         single = source.to(torch.float32)
         if site is None or not self.scales:
             return _Stream(values, *quantize_rows(single))
         if id(site) not in self._calibrated and single.numel():
-            amax = torch.where(single.isfinite(), single.abs(), 0.0).amax()
-            site.scale_used.copy_(scale_for(amax))
-            self._calibrated.add(id(site))
+            calibrate((site,), lambda: site.quantize(single), site.roll, most=1)
+            if site.history.any():  # some row was a token
+                self._calibrated.add(id(site))
         return _Stream(values, *site.quantize(single))
 
 
-def _codes(part: Quantized | Tensor) -> Tensor:
-    return part.codes if isinstance(part, Quantized) else part
+def _spans(requests: Requests) -> Iterator[tuple[slice, int]]:
+    """Each request's rows, and the keys that it has with them."""
+    totals = requests.kv_lengths.tolist()
+    if requests.starts is not None:
+        ends = requests.starts.tolist()
+        spans = [slice(a, b) for a, b in itertools.pairwise(ends)]
+    else:
+        assert requests.lengths is not None
+        width = requests.rows // requests.count
+        spans = [slice(b * width, b * width + n) for b, n in enumerate(requests.lengths.tolist())]
+    yield from zip(spans, totals, strict=True)
 
 
-def _place(cache: KVCache, layer: int, which: int, x: Tensor, slots: Tensor) -> None:
+def _records(
+    cache: KVCache, layer: int, requests: Requests, request: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """(count, kv_heads, head_dim) float64 keys and values of a request's first tokens, from its INT4 records."""
+    assert cache.int4 is not None
+    require(
+        requests.page_table is not None,
+        "requests.page_table",
+        None,
+        "the pages of each request",
+        "describe requests with the cache's page table",
+    )
+    assert requests.page_table is not None
+    slots = slots_for(
+        requests.page_table[request : request + 1],
+        torch.arange(count),
+        torch.zeros(count, dtype=torch.int64),
+        cache.spec.page_size,
+    )
+    k, v = cache.int4.read(layer, slots)
+    return k.to(torch.float64), v.to(torch.float64)
+
+
+def _place(
+    cache: KVCache, layer: int, k: Tensor, v: Tensor, slots: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Write keys and values of one layer wherever the cache keeps them; gives the rows (M, kv_heads, head_dim) float64
+    that INT4 records are made of.
+    """
+    spec = cache.spec
+    if spec.int4 != "only":
+        for which, x in enumerate((k, v)):
+            _place_main(cache, layer, which, x, slots)
+    k, v = (store(x, spec.dtype).unflatten(1, (spec.kv_heads, spec.head_dim)) for x in (k, v))
+    if cache.int4 is not None:
+        cache.int4.write(layer, k.to(spec.dtype), v.to(spec.dtype), slots)
+    return k, v
+
+
+def _place_main(cache: KVCache, layer: int, which: int, x: Tensor, slots: Tensor) -> None:
     """Write keys (0) or values (1) of one layer, through a copy of the pages that are touched."""
     pool = cache.values(layer) if which else cache.keys(layer)
     scale = cache.v_scale if which else cache.k_scale

@@ -17,6 +17,7 @@ import torch
 
 from epicute.errors import require
 from epicute.kv import NO_SLOT, slots_for
+from epicute.kv.transfer import to_device
 
 __all__ = ["Requests"]
 
@@ -76,7 +77,7 @@ class Requests:
             "give one row of pages per request",
         )
         require(
-            self.starts is not None or self.rows % max(count, 1) == 0,
+            self.starts is not None or (self.rows % count == 0 if count else self.rows == 0),
             "positions",
             f"{self.rows} rows of {count} requests",
             "the same number of rows for each padded request",
@@ -109,6 +110,7 @@ class Requests:
             lengths: new tokens of each request; 0 is allowed.
             page: tokens of a page; of a dense cache, its length.
             page_table: (B, pages per request) int32 or int64; None where the cache is dense and request b has row b.
+                Looked up on the CPU: one on a GPU is waited for, ``KVCache.host_table`` is not.
             cached: tokens of each request that are in the cache already, which the new ones follow; none by default.
             rows: M, at least the sum of the lengths; rows beyond it are no tokens.
             device: of the tensors.
@@ -155,9 +157,11 @@ class Requests:
         return Requests(**found, lengths=_int32(lengths)).to(device)
 
     def to(self, device: torch.device | str) -> Requests:
-        """The same requests on ``device``."""
+        """The same requests on ``device``; from the CPU to a GPU without waiting for it."""
         given: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {n: x if x is None else x.to(device) for n, x in given.items()}
+        moved: dict[str, Any] = {
+            n: x if x is None else to_device(x, device) for n, x in given.items()
+        }
         return Requests(**moved)
 
     def copy_(self, other: Requests) -> Requests:

@@ -283,6 +283,11 @@ class Checkpoint:
         """(hidden,) float32 gain of the last RMSNorm."""
         return _tensor(self._values("output_norm.weight"))
 
+    @property
+    def stop(self) -> int:
+        """The token behind which a text ends."""
+        return int(self._field("tokenizer.ggml.eos_token_id"))
+
     @cached_property
     def tokenizer(self) -> Any:
         """``tokenizers.Tokenizer`` built from the file's vocabulary and merges."""

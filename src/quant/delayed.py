@@ -2,7 +2,7 @@
 
     invocation t            roll            invocation t+1
     codes  <- scale_used    history <- amax_next
-    amax_next <- max |x|    scale_used <- max(history) / 448 * 2^margin
+    amax_next <- max |x|    scale_used <- max(history) / 448 * 2^margin, see ``delayed_scale``
 
 The contract, which kernels that write FP8 share:
 
@@ -10,12 +10,14 @@ The contract, which kernels that write FP8 share:
   code = cast(x * float32(1 / scale)).
 * ``amax_next`` is the maximum of |x| over the finite x of the invocation, taken from the FP32 value
   that is cast. -1 says that the site saw no finite value (it did not run, got no rows, or all was
-  broken): the roll passes it by. A signed-integer maximum of the FP32 bits serves as atomic, since
-  -1 lies below all magnitudes.
+  broken). A signed-integer maximum of the FP32 bits serves as atomic, since -1 lies below all
+  magnitudes.
+* The roll passes by a site whose maximum is -1, or 0: zeros say nothing about the next tensor, and
+  zeros are what rows become that are no token. History, cursor and scale stay.
 * ``saturated`` counts |x * float32(1 / scale)| > 448, infinities included; ``nans`` counts NaNs.
-  Both grow until ``reset_counters``.
-* A new scale lies within [SCALE_MIN, SCALE_MAX]. Where the whole history is zero the scale stays
-  what it was: an all-zero tensor says nothing about the next one.
+  Both grow until ``reset_counters``. A roll chooses the scale so that no value up to the maximum it
+  has seen counts.
+* A new scale lies within [SCALE_MIN, SCALE_MAX].
 * The roll belongs at the start of an invocation. Codes outlive it only with a copy of the scale
   they were written with.
 """
@@ -29,7 +31,15 @@ from dataclasses import dataclass
 import torch
 
 from epicute.errors import require
-from epicute.quant.fp8 import E4M3_MAX, SCALE_MAX, SCALE_MIN, as_float32, cast_e4m3, inverse
+from epicute.quant.fp8 import (
+    E4M3_MAX,
+    SCALE_MAX,
+    SCALE_MIN,
+    as_float32,
+    cast_e4m3,
+    delayed_scale,
+    inverse,
+)
 
 __all__ = ["NOT_RUN", "DelayedScale"]
 
@@ -132,18 +142,16 @@ class DelayedScale:
         """Take the finished invocation into the history and choose the next scale.
 
         In place, without waiting for the device, and capturable in a CUDA graph. A site that did
-        not run, or whose maximum is not finite, keeps history, cursor and scale. A maximum leaves
-        the history with the H-th roll after the one that brought it in.
+        not run, that saw zeros alone, or whose maximum is not finite, keeps history, cursor and
+        scale. A maximum leaves the history with the H-th roll after the one that brought it in.
         """
-        ran = self.amax_next.isfinite() & (self.amax_next >= 0)
+        ran = self.amax_next.isfinite() & (self.amax_next > 0)
         entry = torch.arange(self.history.numel(), device=self.history.device)
         replaced = (entry == self.cursor) & ran
         self.history.copy_(torch.where(replaced, self.amax_next, self.history))
         self.cursor.add_(ran).remainder_(self.history.numel())
         peak = self.history.amax(dim=0, keepdim=True)
-        # A tensor divisor: a Python number CUDA would turn into a multiplication, a bit off.
-        wanted = peak / torch.full_like(peak, E4M3_MAX) * 2.0**self.margin
-        wanted.clamp_(SCALE_MIN, SCALE_MAX)
+        wanted = delayed_scale(peak, self.margin)
         self.scale_used.copy_(torch.where(ran & (peak > 0), wanted, self.scale_used))
         self.amax_next.fill_(NOT_RUN)
 

@@ -23,6 +23,7 @@ __all__ = [
     "SCALE_MIN",
     "as_float32",
     "cast_e4m3",
+    "delayed_scale",
     "dequantize",
     "inverse",
     "quantize_rows",
@@ -80,6 +81,27 @@ def scale_for(amax: torch.Tensor) -> torch.Tensor:
     # A tensor divisor: a Python number CUDA would turn into a multiplication, a bit off.
     scale = (amax / torch.full_like(amax, E4M3_MAX)).clamp(SCALE_MIN, SCALE_MAX)
     return torch.where(amax == 0, torch.ones_like(scale), scale)
+
+
+def delayed_scale(peak: torch.Tensor, margin: int = 0) -> torch.Tensor:
+    """The scale that delayed scaling chooses for a largest magnitude: ``peak / 448 * 2^margin``, float32.
+
+    Two roundings lie between a value and what is cast, so that peak * float32(1 / (peak / 448)) may come out a bit
+    above 448 and would count as saturated though nothing is lost. There the quotient is taken one float32 higher, which
+    is enough: no magnitude up to ``peak`` counts. Only one beyond 448 * SCALE_MAX does, and is clipped.
+
+    Args:
+        peak: float32 of any shape, positive and finite.
+        margin: headroom in powers of two.
+
+    Returns:
+        shaped like ``peak``, within [SCALE_MIN, SCALE_MAX].
+    """
+    # A tensor divisor: a Python number CUDA would turn into a multiplication, a bit off.
+    scale = peak / torch.full_like(peak, E4M3_MAX)
+    over = peak * inverse(scale) > E4M3_MAX
+    higher = (scale.view(torch.int32) + over).view(torch.float32)
+    return (higher * 2.0**margin).clamp_(SCALE_MIN, SCALE_MAX)
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

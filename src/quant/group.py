@@ -21,12 +21,13 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
 
 from epicute.errors import ArgumentError, require
+from epicute.quant.calibration import calibrate
 from epicute.quant.counters import CounterReader
 from epicute.quant.delayed import NOT_RUN, DelayedScale
 from epicute.quant.fp8 import as_float32
@@ -45,6 +46,12 @@ _ENTRIES = {
     "saturated": torch.int64,
     "nans": torch.int64,
 }
+
+
+@cache
+def _plan_on(device: torch.device) -> RollPlan:
+    """The roll of all groups on a device."""
+    return plan_roll(device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +96,7 @@ class DelayedGroup:
             require(
                 given.dtype == dtype
                 and given.shape == wanted
-                and given.is_contiguous()
+                and (given.is_contiguous() or (name == "counters" and given.stride(1) == 1))
                 and given.device == self.scale_used.device,
                 name,
                 f"{tuple(given.shape)} {given.dtype} on {given.device}",
@@ -169,7 +176,7 @@ class DelayedGroup:
 
     @cached_property
     def _plan(self) -> RollPlan:
-        return plan_roll(self.device if self.device.type == "cuda" else "cpu")
+        return _plan_on(self.device if self.device.type == "cuda" else torch.device("cpu"))
 
     def __len__(self) -> int:
         return len(self.names)
@@ -186,6 +193,35 @@ class DelayedGroup:
                 f"site: got {name!r}, expected one of {near}. Fix: check the spelling"
             )
         return found
+
+    def part(self, names: Sequence[str]) -> DelayedGroup:
+        """Some sites as a group: the same memory, so that one launch rolls them alone.
+
+        Args:
+            names: sites that are neighbours in ``self.names``, in that order.
+
+        Raises:
+            ArgumentError: others.
+        """
+        wanted = tuple(names)
+        start = self.names.index(wanted[0]) if wanted and wanted[0] in self.names else 0
+        at = slice(start, start + len(wanted))
+        require(
+            bool(wanted) and self.names[at] == wanted,
+            "names",
+            wanted,
+            "neighbours among the sites, in their order",
+            "name them as model_sites does",
+        )
+        return DelayedGroup(
+            wanted,
+            self.scale_used[at],
+            self.amax_next[at],
+            self.history[at],
+            self.cursor[at],
+            self.counters[:, at],
+            self.margin,
+        )
 
     def roll(self) -> None:
         """Start an invocation: ``DelayedScale.roll`` of every site that ran, in one launch.
@@ -264,14 +300,12 @@ class DelayedGroup:
             site.amax_next.fill_(seen)
             site.roll()
 
-    @torch.no_grad()
     def calibrate(self, invoke: Callable[[], object], most: int = 8) -> int:
         """Give every site its first valid scale by running the model, before traffic does.
 
-        ``invoke`` is called until no scale changes by more than a sixteenth, half the distance of two E4M3 values: a
-        site behind one that saturated has seen wrong values, and sees better ones the next time. Then history holds
-        the last call alone and the counters are zero. Sites that ``invoke`` does not reach, and those that see zeros
-        alone, keep the scale they had. Waits for the device.
+        ``epicute.quant.calibration.calibrate`` of all sites, until no scale changes by more than a sixteenth, half the
+        distance of two E4M3 values. What else an invocation leaves behind is the caller's: a model's ``prefill``
+        appends to its cache each time, so give it one of its own, and reset that with each call.
 
         Args:
             invoke: one invocation on typical data; whether it rolls at its start does not matter.
@@ -283,19 +317,8 @@ class DelayedGroup:
         Raises:
             ArgumentError: ``most`` is not positive.
         """
-        require(most >= 1, "most", most, "at least one call", "leave it out")
-        calls, settled = 0, False
-        while calls < most and not settled:
-            before = self.scale_used.clone()
-            self.history.zero_()
-            self.cursor.zero_()
-            self.amax_next.fill_(NOT_RUN)
-            invoke()
-            self.roll()
-            settled = bool(((self.scale_used - before).abs() <= before / 16).all())
-            calls += 1
-        self.reset_counters()
-        return calls
+        sites = tuple(self._sites.values())
+        return calibrate(sites, invoke, self.roll, most=most, tolerance=1 / 16)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies of all state by name: ``DelayedScale.state_dict`` with a leading dimension of N."""

@@ -129,10 +129,17 @@ class DelayedReference:
 
     def roll(self) -> None:
         """Start the next invocation."""
-        if not self.seen:
+        peak, self.seen = max(self.seen, default=0.0), []
+        if peak == 0:
             return
-        self.past = [*self.past, max(self.seen)][-self.length :]
-        self.seen = []
-        if max(self.past) > 0:
-            wanted = np.float64(np.float32(max(self.past) / 448)) * 2.0**self.margin
-            self.scale = np.float32(np.clip(wanted, *SCALE_RANGE))
+        self.past = [*self.past, peak][-self.length :]
+        self.scale = _holding(max(self.past), self.margin)
+
+
+def _holding(peak: float, margin: int) -> np.float32:
+    """The first float32 from peak / 448 up by which ``peak`` comes out at 448 at most, times 2^margin, in range."""
+    least, most = SCALE_RANGE
+    scale = np.float32(peak / 448)
+    while least < scale < most and _scaled(np.array(peak), float(scale)) > 448:
+        scale = np.nextafter(scale, np.float32(np.inf))
+    return np.float32(np.clip(np.float64(scale) * 2.0**margin, least, most))

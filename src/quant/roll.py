@@ -1,7 +1,7 @@
 """One launch that rolls every delayed scale of a group (FuTransformer 3.2.3).
 
-What it does to a site is ``DelayedScale.roll`` to the bit: a site whose ``amax_next`` says that it did not run, or is
-no finite magnitude, keeps history, cursor and scale. The launch reads and writes the state's memory and nothing else:
+What it does to a site is ``DelayedScale.roll`` to the bit: a site whose ``amax_next`` is no finite magnitude above 0
+keeps history, cursor and scale. The launch reads and writes the state's memory and nothing else:
 captured in a CUDA graph it goes on rolling with each replay.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from epicute.jit import CompileKey, ObjectCache, Report, Target, modules_digest
-from epicute.quant.fp8 import E4M3_MAX, SCALE_MAX, SCALE_MIN
+from epicute.quant.fp8 import delayed_scale
 from epicute.quant.launch import Launcher, anchor_and_stream, device_of
 
 if TYPE_CHECKING:
@@ -118,14 +118,11 @@ def roll_sites(
         scale_used: (N,) float32. amax_next: (N,) float32. history: (N, H) float32. cursor: (N,) int64.
         margin: headroom in powers of two.
     """
-    ran = amax_next.isfinite() & (amax_next >= 0)
+    ran = amax_next.isfinite() & (amax_next > 0)
     entry = torch.arange(history.shape[1], device=history.device)
     replaced = (entry == cursor[:, None]) & ran[:, None]
     history.copy_(torch.where(replaced, amax_next[:, None], history))
     cursor.add_(ran).remainder_(history.shape[1])
     peak = history.amax(dim=1)
-    # A tensor divisor: a Python number CUDA would turn into a multiplication, a bit off.
-    wanted = peak / torch.full_like(peak, E4M3_MAX) * 2.0**margin
-    wanted.clamp_(SCALE_MIN, SCALE_MAX)
-    scale_used.copy_(torch.where(ran & (peak > 0), wanted, scale_used))
+    scale_used.copy_(torch.where(ran & (peak > 0), delayed_scale(peak, margin), scale_used))
     amax_next.fill_(-1.0)

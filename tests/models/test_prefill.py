@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epicute.epilogues import RoPE
-from epicute.errors import ArgumentError
+from epicute.errors import ArgumentError, UnsupportedError
 from epicute.models.block_spec import BlockSpec
 from epicute.models.block_state import BlockScales, LayerCache, Stream, Workspace
+from epicute.models.kernels import GPU
 from epicute.models.layer_weights import LayerWeights
 from epicute.models.prefill import PrefillBlock
 from epicute.models.requests import Requests
@@ -312,13 +313,53 @@ def test_after_calibration_the_first_scales_fit(initial: float) -> None:
     values = draw(at.spec, 40)
     x, out = at.stream(values), Stream.allocate(at.spec, 40)
     scales = BlockScales.create(history=1, initial=initial)
-    block.calibrate(x, requests, cache, out, scales)
+    assert block.calibrate(x, requests, cache, out, scales) <= 4
     found = block.run(x, requests, cache, out, scales)
     assert_layer(at, found.values, values, [40])
     for site in scales.sites:
         assert float(site.amax_next) <= float(site.scale_used) * 448 * (1 + 1e-6)
+        assert int(site.saturated) == 0
     with pytest.raises(ArgumentError, match="out: got the memory of x"):
         block.calibrate(x, requests, cache, x, scales)
+
+
+def test_df_06_calibration_forgets_and_counts_nothing() -> None:
+    """History holds what the next run sees itself, to the bit; states' counters are zero, the cache's as before."""
+    at = setting(SPECS["fp8, fp8 cache"])
+    block, requests, cache = at.plan(), Requests.packed([40], PAGE, at.table(1)), at.cache(1)
+    cache.k_scale.fill_(1e-3)
+    for i, counter in enumerate(cache.counters.values()):
+        counter.fill_(i)
+    x, out = at.stream(draw(at.spec, 40)), Stream.allocate(at.spec, 40)
+    scales = BlockScales.create(history=3, initial=1e-3)
+    for site in scales.sites:
+        site.amax_next.fill_(1e9)
+        site.roll()
+    block.calibrate(x, requests, cache, out, scales)
+    assert [int(c) for c in cache.counters.values()] == [0, 1, 2, 3]
+    block.run(x, requests, cache, out, scales)
+    for site in scales.sites:
+        assert site.history.tolist() == [float(site.amax_next), 0, 0]
+        assert (int(site.saturated), int(site.nans)) == (0, 0)
+    assert int(cache.counters["k_cells_saturated"]) > 0
+
+
+def test_codes_whose_scale_would_be_rolled_away_are_refused() -> None:
+    """A layer's result goes to the next layer; to itself it would come with a scale that has moved on."""
+    at = setting(SPECS["fp8"])
+    block, scales = at.plan(), at.scales()
+    requests, cache = Requests.packed([9], PAGE, at.table(1)), at.cache(1)
+    y = at.run(block, draw(at.spec, 9), requests, cache, scales)
+    with pytest.raises(ArgumentError, match=r"^x.scale: got that of a state which this call rolls"):
+        block.run(y, requests, cache, Stream.allocate(at.spec, 9), scales)
+    block.run(y, requests, cache, Stream.allocate(at.spec, 9), scales, roll=False)
+
+
+def test_a_block_on_the_cpu_names_what_runs_there() -> None:
+    at = setting(SPECS["fp8"])
+    block = replace(at.plan(), kernels=GPU)
+    with pytest.raises(UnsupportedError, match=r"^weights: got a layer on the CPU.*Llama"):
+        at.run(block, draw(at.spec, 3), Requests.packed([3], PAGE, at.table(1)), at.cache(1))
 
 
 def test_ge_07_no_bias_is_a_bias_of_zeros() -> None:

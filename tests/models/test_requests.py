@@ -123,5 +123,10 @@ def test_tensors_of_another_kind_are_refused() -> None:
     odd = {"starts": None, "positions": right.positions[:7], "slots": right.slots[:7]}
     with pytest.raises(ArgumentError, match="same number of rows"):
         Requests(**given_ | odd, lengths=right.kv_lengths)
+    none = {"starts": None, "kv_lengths": right.kv_lengths[:0], "lengths": right.kv_lengths[:0]}
+    with pytest.raises(ArgumentError, match="positions: got 8 rows of 0 requests"):
+        Requests(**given_ | none)
+    empty = {name: given_[name][:0] for name in ("positions", "slots")}
+    assert Requests(**given_ | none | empty).rows == 0
     with pytest.raises(ArgumentError, match="width"):
         Requests.padded([5, 3], PAGE, table_for(2, 0), width=4)

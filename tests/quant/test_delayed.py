@@ -17,6 +17,7 @@ from epicute.quant import (
     SCALE_MAX,
     SCALE_MIN,
     DelayedScale,
+    delayed_scale,
     dequantize,
     inverse,
     quantize_tensor,
@@ -133,12 +134,16 @@ def test_df_02_a_zero_tensor_keeps_the_scale() -> None:
     assert (codes.view(torch.uint8)[1] == 0).all()
 
 
-def test_df_02_a_history_of_zeros_alone_keeps_the_last_scale() -> None:
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_df_02_tensors_of_zeros_are_forgotten_and_nothing_else_is(zero: float) -> None:
+    """Idle replays of a captured batch, whose rows are all slack, are such."""
     state = DelayedScale.create(history=3)
     step(state, of(14.0))
+    step(state, of(3.0))
     for _ in range(10):
-        step(state, torch.zeros(5))
-    assert state.history.tolist() == [0, 0, 0]
+        step(state, torch.full((5,), zero))
+    assert state.history.tolist() == [14, 3, 0]
+    assert state.cursor.item() == 2
     assert state.scale_used.item() == 14 / 448
     codes, scale = state.quantize(of(14.0))
     assert dequantize(codes, scale)[[0, -1]].tolist() == [-14.0, 14.0]
@@ -305,6 +310,48 @@ def test_df_10_codes_are_values_over_the_scale() -> None:
     assert torch.equal(
         codes.view(torch.uint8), quantize_tensor(torch.tensor([2.0]), scale).view(torch.uint8)
     )
+
+
+@given(
+    st.floats(2.0**-149, 448 * SCALE_MAX, width=32),
+    st.integers(0, 16),
+    st.integers(1, 3),
+    st.data(),
+)
+def test_what_a_scale_was_chosen_for_does_not_count_as_saturated(
+    peak: float, margin: int, history: int, data: st.DataObject
+) -> None:
+    state = DelayedScale.create(history=history, margin=margin)
+    x = torch.tensor([peak, -peak, data.draw(st.floats(-peak, peak, width=32))])
+    step(state, x)
+    state.reset_counters()
+    for _ in range(2):
+        step(state, x)
+    assert state.saturated.item() == 0
+
+
+@pytest.mark.parametrize("exponent", [-100, -20, 0, 126])
+def test_no_peak_of_any_mantissa_counts_as_saturated(exponent: int) -> None:
+    """All of them; the scale is the quotient itself, or one float32 above where that alone would count."""
+    bits = torch.arange(2**23, dtype=torch.int32) | (exponent + 127) << 23
+    peak = bits.view(torch.float32)
+    scale, plain = delayed_scale(peak), peak / torch.full_like(peak, 448.0)
+    above = scale.view(torch.int32) - plain.view(torch.int32)
+    inside = (plain > SCALE_MIN) & (plain < SCALE_MAX)
+    assert (peak * inverse(scale) <= 448)[plain < SCALE_MAX].all()
+    assert torch.equal((peak * inverse(plain) > 448)[inside], (above == 1)[inside])
+    assert ((above == 0) | (above == 1))[inside].all()
+    assert inside.any()
+
+
+def test_beyond_the_largest_scale_values_are_clipped_and_count() -> None:
+    state = DelayedScale.create()
+    x = torch.tensor([3e38, 448.0 * SCALE_MAX])
+    step(state, x)
+    state.reset_counters()
+    step(state, x)
+    assert state.scale_used.item() == SCALE_MAX
+    assert state.saturated.item() == 1
 
 
 def test_exactly_448_is_no_saturation() -> None:

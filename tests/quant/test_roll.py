@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from epicute.errors import ArgumentError
 from epicute.jit import DEFAULT_TARGET, compile
-from epicute.quant import NOT_RUN, DelayedScale, reference
+from epicute.quant import NOT_RUN, SCALE_MAX, SCALE_MIN, DelayedScale, inverse, reference
 from epicute.quant.group import DelayedGroup
 from epicute.quant.roll import RollKernel, roll_sites
 from epicute.testing import assert_equal_bits
@@ -167,6 +167,26 @@ def test_df_06_groups_do_not_share_unless_forked() -> None:
     heir.roll()
     assert b["0.x"].scale_used.item() == np.float32(np.float32(400) / np.float32(448))
     assert heir["0.x"].scale_used.item() == np.float32(np.float32(1000) / np.float32(448))
+
+
+def test_a_part_is_the_same_memory_and_rolls_alone() -> None:
+    group = DelayedGroup.create(NAMES, history=3, margin=1)
+    part = group.part(NAMES[1:4])
+    assert (part.names, part.margin) == (NAMES[1:4], 1)
+    group.amax_next.fill_(56.0)
+    group.counters.fill_(7)
+    part.roll()
+    assert group.scale_used.tolist() == [1, 0.25, 0.25, 0.25, 1]
+    assert group.history[:, 0].tolist() == [0, 56, 56, 56, 0]
+    assert group.cursor.tolist() == [0, 1, 1, 1, 0]
+    part[NAMES[1]].quantize(of(1e6, 2))
+    part["0.z"].nans.add_(1)
+    assert group.counters.tolist() == [[7, 9, 7, 7, 7], [7, 7, 7, 8, 7]]
+    part.reset_counters()
+    assert group.counters.tolist() == [[7, 0, 0, 0, 7], [7, 0, 0, 0, 7]]
+    for names in ((), ("0.x", "0.x1"), ("0.x1", "0.attention"), ("2.x",), ("1.x", "0.x")):
+        with pytest.raises(ArgumentError, match="^names.*neighbours"):
+            group.part(names)
 
 
 def test_df_08_a_saved_group_continues_bit_for_bit(tmp_path) -> None:
@@ -344,7 +364,7 @@ class TestKernel:
         random = np.random.default_rng(history)
         odd = [NOT_RUN, math.nan, math.inf, -2.0, 0.0, -0.0, 1e-40, 3e38]
         for step in range(2 * history + 3 if history < 16 else 20):
-            amax = np.exp2(random.integers(-120, 120, 9)).astype(np.float32)
+            amax = np.exp2(random.uniform(-120, 120, 9)).astype(np.float32)
             amax[step % 9], amax[(step + 4) % 9] = odd[step % 8], NOT_RUN
             for group in (here, there):
                 group.amax_next.copy_(torch.from_numpy(amax))
@@ -352,6 +372,27 @@ class TestKernel:
             state = (there.scale_used, there.amax_next, there.history, there.cursor)
             roll.launch(there._plan.bind(there), *state)
             same(there, here)
+
+    @pytest.mark.parametrize("margin", [0, 3])
+    def test_the_compiled_code_chooses_scales_that_hold_their_peak(
+        self, margin: int, roll: Emulated
+    ) -> None:
+        names = tuple(map(str, range(200)))
+        here = DelayedGroup.create(names, history=1, margin=margin)
+        there = here.fork()
+        random = np.random.default_rng(margin)
+        peaks = torch.from_numpy(np.exp2(random.uniform(-149, 128, 200)).astype(np.float32))
+        peaks[0], peaks[1] = float(np.finfo(np.float32).max), 1e-45
+        for group in (here, there):
+            group.amax_next.copy_(peaks)
+        here.roll()
+        state = (there.scale_used, there.amax_next, there.history, there.cursor)
+        roll.launch(there._plan.bind(there), *state)
+        same(there, here)
+        held = (peaks * inverse(here.scale_used) <= 448) | (peaks > 448 * SCALE_MAX)
+        assert held.all()
+        plain = peaks / 448 * 2.0**margin
+        assert ((here.scale_used > plain) & (here.scale_used > SCALE_MIN)).sum() > 20
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,111 @@
+"""What one token of a model takes in a cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from epicute.errors import require
+from epicute.kv.int4 import Int4Cache
+from epicute.kv.pages import PAGE_SIZES
+
+__all__ = ["FP8", "INT4_COPIES", "CacheSpec"]
+
+FP8 = torch.float8_e4m3fn
+
+DTYPES = (torch.bfloat16, torch.float16, FP8, torch.float32)
+"""float32 is there for references; no kernel serves it."""
+
+LAYOUTS = ("NHD", "HND")
+
+INT4_COPIES = ("only", "mirror")
+"""What INT4 records are to a cache: all there is, or a second form of the rows beside their main copy."""
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What one token of a model takes.
+
+    Attributes:
+        layers: decoder layers.
+        kv_heads: heads of keys and values.
+        head_dim: channels of a head.
+        dtype: bfloat16, float16, float8_e4m3fn, or float32 for references alone. Where INT4 records are all there is,
+            that of the rows they are made of, which nothing keeps.
+        page_size: tokens per page, of ``PAGE_SIZES``.
+        layout: order in memory of a page, "NHD" (token, head, channel) or "HND" (head, token, channel).
+        int4: what INT4 records (``kv.int4``) there are, of ``INT4_COPIES``; None for none.
+        rotated: whether those records are of rows that were rotated over their heads.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.bfloat16
+    page_size: int = 64
+    layout: str = "NHD"
+    int4: str | None = field(default=None, repr=False)
+    rotated: bool = field(default=True, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "kv_heads", "head_dim"):
+            value = getattr(self, name)
+            require(value >= 1, name, value, "a positive count", "check the model's configuration")
+        require(
+            self.dtype in DTYPES,
+            "dtype",
+            self.dtype,
+            ", ".join(map(str, DTYPES)),
+            "choose one of these",
+        )
+        require(
+            self.page_size in PAGE_SIZES,
+            "page_size",
+            self.page_size,
+            f"one of {PAGE_SIZES}",
+            "choose one of these",
+        )
+        require(
+            self.layout in LAYOUTS,
+            "layout",
+            repr(self.layout),
+            f"one of {LAYOUTS}",
+            "name the order of token, head and channel in a page",
+        )
+        if self.int4 is None:
+            return
+        require(
+            self.int4 in INT4_COPIES,
+            "int4",
+            repr(self.int4),
+            f"one of {INT4_COPIES}, or None",
+            "say what the INT4 records are to the cache",
+        )
+        require(
+            self.dtype != FP8,
+            "dtype",
+            self.dtype,
+            "rows of 16 or 32 bits, which INT4 records are made of",
+            "choose the dtype of the model's activations",
+        )
+        self.records(1)  # refuses heads that no record has
+
+    def records(self, pages: int) -> Int4Cache:
+        """The format of ``pages`` pages of INT4 records of one layer."""
+        return Int4Cache.create(
+            pages, self.page_size, self.kv_heads, self.head_dim, rotated=self.rotated
+        )
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token takes in all layers; tables, and scales of whole heads, apart."""
+        heads = self.layers * self.kv_heads
+        main = 0 if self.int4 == "only" else 2 * heads * self.head_dim * self.dtype.itemsize
+        if self.int4 is None:
+            return main
+        return main + heads * self.records(1).record.bytes // self.page_size
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that ``tokens`` tokens of one request fill or begin."""
+        return -(-tokens // self.page_size)
