@@ -19,7 +19,9 @@ from typing import Any
 from benchmarks import (
     accuracy,
     attention,
+    cache_write,
     calls,
+    decode_attention,
     epilogue,
     gemm,
     layer_accuracy,
@@ -27,6 +29,7 @@ from benchmarks import (
     power,
     prefill_layer,
     prefill_model,
+    qk4pv8_decode,
     search,
 )
 from benchmarks.harness import LAYERS, Options
@@ -46,6 +49,9 @@ TABLES: dict[str, Any] = {
     "prefill-layer": prefill_layer,
     "packed-prefill": packed_prefill,
     "layer-accuracy": layer_accuracy,
+    "decode-attention": decode_attention,
+    "cache-write": cache_write,
+    "qk4pv8-decode": qk4pv8_decode,
 }
 """Measured where none is named."""
 

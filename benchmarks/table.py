@@ -289,6 +289,8 @@ KEYS_OF = {
     "prefill-layer": ("shape", "weights"),
     "packed-prefill": ("weights",),
     "prefill-model": ("shape", "weights"),
+    "cache-write": ("heads", "smoothing"),
+    "qk4pv8-decode": ("heads", "batch", "smoothing"),
 }
 """Fields of a case that a table's means are told apart by, where they are not ``KEYS``."""
 

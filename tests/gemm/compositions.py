@@ -138,7 +138,9 @@ class Skeleton:
             return True
         precise = MODES[mode] == (FP8, None)
         tall = tile.tile_m > (64 if tile.pingpong else 128)
-        normed = ".norm." in self.name and self.unit > 32  # a head's values, its factor and the rotation
+        normed = (
+            ".norm." in self.name and self.unit > 32
+        )  # a head's values, its factor and the rotation
         refused = tall and (precise or self.unit > 64 or normed)
         refused = refused or (tile.pingpong and self.unit > 128)
         return tile.tile_n % self.unit == 0 and not refused

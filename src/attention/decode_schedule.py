@@ -1,0 +1,231 @@
+"""Tiles, buffers and warps of a decode attention kernel, and the choice of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from epicute.attention.decode_fragments import TABLE
+from epicute.attention.decode_spec import DecodeSpec
+from epicute.attention.decode_work import Cut
+from epicute.errors import require
+from epicute.layouts.kv_int4 import Int4Record
+
+__all__ = ["DecodeSchedule", "choose_decode"]
+
+SMEM = 227 * 1024
+
+RING = 96 * 1024
+"""Bytes of keys and values in shared memory, which keep memory busy."""
+
+MOST_GROUPS = 4
+"""Groups of warps with columns of their own."""
+
+SHARED = 110 * 1024
+"""Bytes of shared memory of a CTA, where that can be kept: two kernels of a chain then fit on an SM."""
+
+TABLE_BYTES = 2048
+"""Tables of byte codes: 256 words for keys, and for values."""
+
+MAIL_SLOTS = 2
+MAIL_FIELDS = 10
+"""Work items in shared memory, and their 32-bit integers."""
+
+TRADED = (40, 232)
+"""Registers of a thread that loads, and of one that multiplies, where they trade."""
+
+PARTS_OF_REQUEST = 256
+"""Parts of all KV heads of a request together: about two for each SM."""
+
+
+@dataclass(frozen=True)
+class DecodeSchedule:
+    """How the kernel is cut.
+
+    Attributes:
+        tile: tokens of a tile of keys and values.
+        warps: that multiply.
+        stages: tiles in shared memory.
+        part: tokens of a part at least (``batch_invariant``).
+        unpack: how nibbles become numbers: ``arithmetic``, or ``table``, the paper's table of 256 byte codes.
+        resident: CTAs for which an SM's registers suffice: 1, or 2, so that the next kernel's stands beside this one's.
+        carveout: percent of an SM's memory that is shared memory; None for the driver's choice. Kernels of one chain
+            need the same.
+    """
+
+    tile: int = 64
+    warps: int = 4
+    stages: int = 3
+    part: int = 256
+    unpack: str = "arithmetic"
+    resident: int = 1
+    carveout: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("tile", (32, 64, 128)),
+            ("warps", (1, 2, 4, 8)),
+            ("stages", tuple(range(1, 17))),
+            ("unpack", ("arithmetic", "table")),
+            ("resident", (1, 2)),
+            ("carveout", (None, *range(101))),
+        ):
+            value = getattr(self, name)
+            require(value in allowed, name, value, f"one of {allowed}", "choose another")
+        require(
+            self.resident == 1 or self.carveout is not None,
+            "carveout",
+            None,
+            "a number where two CTAs are to be resident, as the compiler asks the driver else",
+            "write carveout=100",
+        )
+        require(
+            type(self.part) is int and self.part > 0 and self.part % self.tile == 0,
+            "part",
+            self.part,
+            f"a multiple of the tile's {self.tile} tokens",
+            "choose another",
+        )
+
+    def trades(self, spec: DecodeSpec) -> bool:
+        """Whether the warps that multiply take registers of the loading one, as their outputs need more."""
+        return self.warps == 8 and spec.head_dim * self.column_tiles(spec) > 128
+
+    def threads(self, spec: DecodeSpec) -> int:
+        """Threads of a CTA: the warps that multiply, and one that loads; registers are traded by four warps."""
+        return 32 * (self.warps + (4 if self.trades(spec) else 1))
+
+    @property
+    def tabled(self) -> bool:
+        """Whether nibbles become numbers by a table."""
+        return self.unpack == "table"
+
+    def order(self, spec: DecodeSpec) -> str:
+        """Order of channels in fragments, see ``decode_fragments``."""
+        return TABLE if self.tabled else spec.cache
+
+    def blocks(self, spec: DecodeSpec) -> int:
+        """Blocks of columns of a KV head, each with CTAs of its own."""
+        return -(-spec.columns // self.block_columns(spec))
+
+    def block_columns(self, spec: DecodeSpec) -> int:
+        """Columns of a block: what a CTA multiplies at once."""
+        return 8 * self.column_tiles(spec) * MOST_GROUPS
+
+    def column_tiles(self, spec: DecodeSpec) -> int:
+        """Tiles of eight columns of a warp; one of heads of 256, of whose outputs registers hold no more."""
+        return 1 if spec.columns <= 8 or spec.head_dim > 128 else 2
+
+    def groups(self, spec: DecodeSpec) -> int:
+        """Groups of warps, each with columns of its own; a power of two."""
+        columns = min(spec.columns, self.block_columns(spec))
+        needed = -(-columns // (8 * self.column_tiles(spec)))
+        return 1 << (needed - 1).bit_length()
+
+    def sharers(self, spec: DecodeSpec) -> int:
+        """Warps of a group, which share the tokens of a tile."""
+        return self.warps // self.groups(spec)
+
+    def columns(self, spec: DecodeSpec) -> int:
+        """Columns of a CTA, those that pad included."""
+        return 8 * self.column_tiles(spec) * self.groups(spec)
+
+    def unit(self, spec: DecodeSpec) -> int:
+        """Tokens that are copied at a time: a page, or a tile where that is smaller."""
+        return self.tile if spec.page is None else min(spec.page, self.tile)
+
+    def stage_bytes(self, spec: DecodeSpec) -> int:
+        """Bytes of a tile of keys and values, with their scales."""
+        if spec.packed:
+            unit = self.unit(spec)
+            return self.tile // unit * Int4Record(unit, spec.head_dim).bytes
+        return 2 * self.tile * spec.row_bytes
+
+    def merge_tiles(self, spec: DecodeSpec) -> int:
+        """Sixteens of channels that warps exchange at a time: as many as there is room for."""
+        everything = spec.head_dim // 16
+        least = 4 if self.tabled else 2
+        for count in (everything, 8, 4, 2):
+            if least <= count <= everything and self._total(spec, count) <= SHARED:
+                return count
+        return least
+
+    def _merge_bytes(self, spec: DecodeSpec, tiles: int) -> int:
+        rows = self.warps * 8 * self.column_tiles(spec)
+        return rows * (16 * tiles + 4) * 4
+
+    def merge_bytes(self, spec: DecodeSpec) -> int:
+        """Bytes in which warps meet."""
+        return self._merge_bytes(spec, self.merge_tiles(spec))
+
+    def shared_memory(self, spec: DecodeSpec) -> int:
+        """Bytes of shared memory of a CTA, the allocator's alignment included."""
+        return self._total(spec, self.merge_tiles(spec))
+
+    def _total(self, spec: DecodeSpec, tiles: int) -> int:
+        found = self.stages * self.stage_bytes(spec) + self._merge_bytes(spec, tiles)
+        found += TABLE_BYTES * self.tabled
+        return found + self.warps * 8 * self.column_tiles(spec) * 8 + 16 * self.stages + 512
+
+    def parts(self, spec: DecodeSpec) -> int | None:
+        """Most parts of a head of a request; None where work is cut by tiles."""
+        if not spec.batch_invariant:
+            return None
+        return max(8, PARTS_OF_REQUEST // (spec.kv_heads * self.blocks(spec)))
+
+    def cut(self, spec: DecodeSpec) -> Cut:
+        """What decides the pieces."""
+        return Cut(
+            self.tile,
+            spec.rows,
+            spec.window,
+            spec.kv_heads * self.blocks(spec),
+            self.parts(spec),
+            self.part // self.tile,
+        )
+
+    def check(self, spec: DecodeSpec) -> None:
+        """Refuse what does not fit."""
+        used = self.shared_memory(spec)
+        require(
+            used <= SMEM,
+            "schedule",
+            f"{self}, {used} bytes of shared memory",
+            f"at most {SMEM}",
+            "use fewer stages or a smaller tile",
+        )
+        sharers = self.sharers(spec)
+        require(
+            sharers >= 1 and self.tile // 16 % sharers == 0,
+            "warps",
+            self.warps,
+            f"{self.groups(spec)} groups of warps that divide {self.tile // 16} sixteens of tokens",
+            "choose more warps, or a larger tile",
+        )
+        require(
+            self.unpack == "arithmetic" or spec.packed,
+            "unpack",
+            self.unpack,
+            "arithmetic for a cache without nibbles",
+            "leave it out",
+        )
+        require(
+            not spec.packed or spec.page is None or spec.page <= self.tile,
+            "tile",
+            self.tile,
+            f"at least the page's {spec.page} tokens, as records are copied whole",
+            "choose a tile of 128",
+        )
+
+    def __str__(self) -> str:
+        shown = f"tiles of {self.tile}, {self.stages} stages, {self.warps} warps"
+        return shown + (", table" if self.tabled else "")
+
+
+def choose_decode(spec: DecodeSpec) -> DecodeSchedule:
+    """The schedule for ``spec`` on Hopper.
+
+    Wide rows keep four warps at the pace of memory; narrow ones need eight, or their latency shows.
+    """
+    tile, warps = (128, 8) if spec.row_bytes <= 128 else (64, 4)
+    one = DecodeSchedule(tile, warps, 1).stage_bytes(spec)
+    return DecodeSchedule(tile, warps, max(2, min(8, RING // one)))

@@ -1,0 +1,134 @@
+"""New rows of an INT4 cache: quantised, used and stored by the warp that multiplies them. Imports the DSL.
+
+The new rows of a request lie in a 16-bit buffer and their slots hold what they held before. The warp that comes to
+sixteen tokens with a new one rotates and quantises its keys and values, puts nibbles and scales in place in shared
+memory, from where it multiplies them like any others, and, if its columns are the first ones, also in the cache. Warps
+with other columns of the same tokens write the same bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Int32, Int64, cute
+
+from epicute.attention.decode_arguments import at
+from epicute.attention.decode_schedule import DecodeSchedule
+from epicute.attention.decode_spec import DecodeSpec
+from epicute.attention.sm90.decode_ptx import shared_store
+from epicute.attention.sm90.scheduler import load_int
+from epicute.epilogues.dsl import opaque
+from epicute.kv.append_row import butterfly, pack_nibbles, quantize_lanes, unpack_halves
+from epicute.layouts.kv_int4 import Int4Record
+
+__all__ = ["Appender"]
+
+
+APPENDED = 2
+"""First of the named barriers of warps that share tokens."""
+
+
+class Appender:
+    """Device code of the new rows."""
+
+    def __init__(self, spec: DecodeSpec, schedule: DecodeSchedule, lane: Any) -> None:
+        self.spec, self.lane = spec, lane
+        self.unit, self.groups = schedule.unit(spec), schedule.groups(spec)
+        self.record = Int4Record(self.unit, spec.head_dim)
+        self.count = spec.head_dim // 32
+
+    @cute.jit
+    def run(self, steps, stage, slab, token) -> None:
+        """Put the new ones of sixteen tokens from ``token`` on in place."""
+        rows = self.spec.rows
+        if token + 16 > steps.length - rows:
+            for row in cutlass.range(rows, unroll=1):
+                mine = steps.length - (rows - row)
+                there = (mine >= token) & (mine < token + 16) & (mine >= 0)
+                if there & (steps.column == 0):
+                    Appender._row(self, steps, (stage, slab, mine - token), row, mine)
+            # The stage is filled again by the asynchronous proxy; and other lanes read these bytes now.
+            cute.arch.fence_view_async_shared()
+            if cutlass.const_expr(self.groups == 1):
+                cute.arch.sync_warp()
+            else:
+                cute.arch.barrier(
+                    barrier_id=APPENDED + steps.sharer, number_of_threads=32 * self.groups
+                )
+
+    @cute.jit
+    def _row(self, steps, place, row, token) -> None:
+        spec, arguments, item = self.spec, steps.arguments, steps.item
+        # Anew for each row, or registers hold places all the way.
+        lane = opaque(self.lane)
+        stage, slab, within = place
+        per_unit = self.unit // 16
+        base = stage + slab // per_unit * self.record.bytes
+        local = slab % per_unit * 16 + within
+        page, slot, tokens = item.request, token, arguments[at("tokens")]
+        if cutlass.const_expr(spec.page is not None):
+            offset = Int64(item.request) * arguments[at("table_row")] + token // spec.page
+            page, slot = load_int(arguments[at("page_table")], offset), token % spec.page
+        start = (
+            arguments[at("k")]
+            + Int64(page) * arguments[at("k_page")]
+            + Int64(steps.kv_head) * arguments[at("k_head")]
+        )
+        stores = (steps.block == 0) & (page >= 0)
+        cell = Int64(slot)
+        size = tokens * self.record.row_bytes
+        for side in cutlass.range_constexpr(2):
+            nibbles, scale = self._quantised(("new_k", "new_v")[side], steps, row, lane)
+            word = pack_nibbles(nibbles, lane)
+            first = lane % (8 // self.count) == 0
+            to_row = (self.record.key_row, self.record.value_row)[side](local)
+            to_scale = (self.record.key_scale, self.record.value_scale)[side](local)
+            part = lane * self.count // 8 * 4
+            _store_shared(base + to_row + part, word, Boolean(first))
+            _store_shared(base + to_scale, scale.bitcast(Int32), Boolean(lane == 0))
+            _store_global(
+                start + size * side + cell * self.record.row_bytes + Int64(part),
+                word,
+                Boolean(first & stores),
+            )
+            _store_global(
+                start + size * 2 + (tokens * side + cell) * 4,
+                scale.bitcast(Int32),
+                Boolean((lane == 0) & stores),
+            )
+
+    def _quantised(self, name: str, steps: Any, row: Any, lane: Any) -> tuple[list[Any], Any]:
+        """(nibbles of this lane's channels, scale) of a new row."""
+        spec, arguments, item = self.spec, steps.arguments, steps.item
+        offset = (
+            Int64(item.request) * arguments[at(f"{name}_batch")]
+            + Int64(steps.kv_head) * arguments[at(f"{name}_head")]
+            + Int64(row) * arguments[at(f"{name}_row")]
+            + Int64(lane * self.count)
+        )
+        words = self.count // 2
+        pointer = cute.make_ptr(
+            Int32,
+            arguments[at(name)] + offset * 2,
+            cute.AddressSpace.gmem,
+            assumed_align=4 * words,
+        )
+        fragment = cute.make_rmem_tensor(words, Int32)
+        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(words)), fragment)
+        lanes = unpack_halves([fragment[i] for i in range(words)], spec.dtype)
+        width = 0 if spec.values_folded and name == "new_v" else spec.rotation
+        return quantize_lanes(butterfly(lanes, width, lane, self.count))
+
+
+@cute.jit
+def _store_shared(address: Int32, word: Int32, condition: Boolean) -> None:
+    if condition:
+        shared_store(Int32, address, [word])
+
+
+@cute.jit
+def _store_global(address: Int64, word: Int32, condition: Boolean) -> None:
+    if condition:
+        pointer = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
+        cute.make_tensor(pointer, cute.make_layout(1))[0] = word

@@ -1,0 +1,365 @@
+"""The end of a piece: warps meet, the CTA leaves its partial result, the last of a head merges all. Imports the DSL.
+
+    warps       maxima and sums to shared memory; outputs, each rescaled to the common maximum, some channels at a time,
+                added in order of the warps
+    CTA         maximum, sum and outputs of each column to its slot in the workspace
+    counter     each CTA adds one; who finds that all others have been, merges, and sets it back to zero
+    merging     a warp for each column: partial results in order of their keys, whoever merges them
+
+No float is added atomically, and bits do not depend on who comes last.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, cute
+
+from epicute.attention.decode_arguments import at
+from epicute.attention.decode_fragments import local_channel, natural_channel
+from epicute.attention.decode_schedule import DecodeSchedule
+from epicute.attention.decode_spec import DecodeSpec
+from epicute.attention.decode_work import slot_of
+from epicute.attention.sm90.decode_ptx import shared_load, shared_store
+from epicute.attention.sm90.decode_steps import DecodeSteps, load_float
+from epicute.attention.sm90.softmax import LOG2_E, exp2, fma, maximum
+from epicute.attention.sm90.store import store_float_if
+from epicute.epilogues.dsl import opaque, pack_words, pure_asm
+from epicute.gemm.memory import PACKED
+from epicute.kv.append_row import butterfly
+from epicute.quant.dsl import (
+    Peak,
+    Tally,
+    add_count,
+    is_nan,
+    is_saturated,
+    magnitude,
+    raise_maximum,
+    reciprocal,
+)
+
+__all__ = ["MERGING", "Merge"]
+
+MERGING = 1
+"""Named barrier of the warps that multiply."""
+
+NOTHING = -1.0
+"""What a maximum over no finite value is."""
+
+
+class Merge:
+    """Device code behind a piece's last tile; one object for all pieces.
+
+    ``shared``: addresses of ``merge`` (rows of channels), ``stats`` (two floats for each of them) and ``flag``.
+    """
+
+    def __init__(self, spec: DecodeSpec, schedule: DecodeSchedule, shared: dict[str, Any]) -> None:
+        self.spec, self.schedule, self.shared = spec, schedule, shared
+        self.tiles = schedule.merge_tiles(spec)
+        self.columns, self.sharers = schedule.columns(spec), schedule.sharers(spec)
+        self.order = schedule.order(spec)
+        self.pitch = 16 * self.tiles + 4
+        self.width = 2 if spec.head_dim == 64 else 4
+        self.vectors = -(-spec.head_dim // (32 * self.width))
+
+    def open(self, arguments: Any) -> None:
+        """What a thread keeps over all of its pieces."""
+        if self.spec.out_is_fp8:
+            self.inverse = reciprocal(load_float(arguments[at("out_scale")]))
+            self.peak, self.saturated, self.nans = Peak(NOTHING), Tally(), Tally()
+
+    def close(self, arguments: Any, lane: Any) -> None:
+        """Add the warp's share to the maximum and the counters in memory."""
+        if not self.spec.out_is_fp8:
+            return
+        bits = self.peak.of_warp()
+        raise_maximum(arguments[at("amax")], bits, Boolean((lane == 0) & (bits >= 0)))
+        for name, tally in (("saturated", self.saturated), ("nans", self.nans)):
+            total = tally.of_warp()
+            add_count(arguments[at(name)], cutlass.Int64(total), Boolean((lane == 0) & (total > 0)))
+
+    @cute.jit
+    def run(self, steps, item, arguments) -> None:
+        """End a piece."""
+        self._settle()
+        self._meet(steps, item.slot, arguments)
+        last = Merge._arrive(self, item, arguments)
+        if last != 0:
+            for i in cutlass.range(-(-self.columns // self.schedule.warps), unroll=1):
+                column = i * self.schedule.warps + self.warp
+                there = steps.block * steps.block_columns + column
+                if (column < self.columns) & (there < self.spec.columns):
+                    Merge._finish(self, steps, item, arguments, column)
+
+    def _settle(self) -> None:
+        """Say which thread this is: anew for each piece, or registers hold places all the way through its tiles."""
+        thread, _, _ = cute.arch.thread_idx()
+        self.thread = opaque(thread)
+        self.lane, self.warp = self.thread % 32, self.thread // 32
+        self.sharer = self.warp % self.sharers
+        self.column = self.warp // self.sharers * (8 * self.schedule.column_tiles(self.spec))
+
+    def _barrier(self) -> None:
+        cute.arch.barrier(barrier_id=MERGING, number_of_threads=32 * self.schedule.warps)
+
+    def _row(self, sharer: Any, column: Any) -> Any:
+        """Of the memory in which warps meet."""
+        return sharer * self.columns + column
+
+    # --- within the CTA ---
+
+    def _meet(self, steps: DecodeSteps, slot: Any, arguments: Any) -> None:
+        """Add the warps' outputs, and leave them in the slot."""
+        for c in range(2 * steps.columns):
+            for distance in (4, 8, 16):
+                other = cute.arch.shuffle_sync_bfly(steps.total[c], distance)
+                steps.total[c] = steps.total[c] + other
+        places = [
+            self.column + 8 * (c // 2) + self.lane % 4 * 2 + c % 2 for c in range(2 * steps.columns)
+        ]
+        for c, place in enumerate(places):
+            address = self.shared["stats"] + self._row(self.sharer, place) * 8
+            _store_pair(address, steps.maximum[c], steps.total[c], Boolean(self.lane < 4))
+        self._barrier()
+        factors = []
+        for c, place in enumerate(places):
+            found = [
+                shared_load(Float32, self.shared["stats"] + self._row(w, place) * 8, 2)
+                for w in range(self.sharers)
+            ]
+            best = found[0][0]
+            for other, _ in found[1:]:
+                best = maximum(best, other)
+            zero = Float32(cutlass.select_(best == -Float32.inf, Float32(0.0), best))
+            total = Float32(0.0)
+            for other, part in found:
+                total = fma(exp2(other - zero), part, total)
+            factors.append(exp2(steps.maximum[c] - zero))
+            address = arguments[at("stats")] + (Int64(slot) * self.columns + Int64(place)) * 8
+            _store_global(address, [best, total], Boolean((self.sharer == 0) & (self.lane < 4)))
+        for first in range(0, steps.steps, self.tiles):
+            count = min(self.tiles, steps.steps - first)
+            self._leave(steps, places, factors, first, count)
+            self._barrier()
+            self._gather(steps, slot, arguments, first, count)
+            self._barrier()
+
+    def _leave(
+        self, steps: DecodeSteps, places: list[Any], factors: list[Any], first: int, count: int
+    ) -> None:
+        """This warp's outputs of ``count`` sixteens of channels from the ``first`` on, rescaled."""
+        for c, place in enumerate(places):
+            row = self.shared["merge"] + self._row(self.sharer, place) * (4 * self.pitch)
+            for tile in range(count):
+                at_first = ((c // 2) * steps.steps + first + tile) * 4 + c % 2
+                for half in range(2):
+                    channel = self.lane // 4 + 8 * half
+                    local = local_channel(self.order, tile, channel, count)
+                    value = steps.out[at_first + 2 * half] * factors[c]
+                    shared_store(Float32, row + local * 4, [value])
+
+    def _gather(
+        self, steps: DecodeSteps, slot: Any, arguments: Any, first: int, count: int
+    ) -> None:
+        """Sums over the warps of four channels at a time, to the slot."""
+        fours, threads = 4 * count, 32 * self.schedule.warps
+        thread = self.thread
+        for i in range(-(-self.columns * fours // threads)):
+            number = thread + i * threads
+            column, local = number // fours, number % fours * 4
+            inside = Boolean(number < self.columns * fours)
+            total = [Float32(0.0)] * 4
+            # Beyond the last column rows of other columns are read, and not stored.
+            safe = cutlass.min(column, self.columns - 1)
+            for w in range(self.sharers):
+                row = self.shared["merge"] + self._row(w, safe) * (4 * self.pitch)
+                part = shared_load(Float32, row + local * 4, 4)
+                total = [a + b for a, b in zip(total, part, strict=True)]
+            channel = natural_channel(self.order, local, first, count, self.spec.head_dim)
+            place = (Int64(slot) * self.columns + Int64(column)) * self.spec.head_dim
+            address = arguments[at("partials")] + (place + Int64(channel)) * 4
+            _store_global(address, total, inside)
+
+    # --- among the CTAs ---
+
+    @cute.jit
+    def _arrive(self, item, arguments) -> Int32:
+        """Whether all pieces of the head are there: 1 in all threads of the CTA that is last."""
+        last = cute.make_rmem_tensor(1, Int32)
+        last[0] = Int32(1)
+        if item.pieces > 1:
+            # All of the CTA has stored, in the last of the barriers before; what one thread then releases and
+            # acquires, it does for all.
+            if self.thread == 0:
+                heads = self.spec.kv_heads * self.schedule.blocks(self.spec)
+                place = Int64(item.request) * heads + Int64(item.head)
+                counter = cute.make_ptr(
+                    Int32,
+                    arguments[at("counters")] + place * 4,
+                    cute.AddressSpace.gmem,
+                    assumed_align=4,
+                )
+                before = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
+                found = Int32(before == item.pieces - 1)
+                if found != 0:
+                    cute.make_tensor(counter, cute.make_layout(1))[0] = Int32(0)
+                shared_store(Int32, self.shared["flag"], [found])
+            self._barrier()
+            last[0] = shared_load(Int32, self.shared["flag"])[0]
+        return last[0]
+
+    @cute.jit
+    def _finish(self, steps, item, arguments, column) -> None:
+        """Merge a column's partial results, and write what becomes of them."""
+        spec, lane = self.spec, self.lane
+        best = self._highest(item, arguments, column, lane)
+        nothing = best == -Float32.inf
+        zero = Float32(cutlass.select_(nothing, Float32(0.0), best))
+        out = cute.make_rmem_tensor(self.width * self.vectors, Float32)
+        total = cute.make_rmem_tensor(1, Float32)
+        out.fill(0.0)
+        total.fill(0.0)
+        for number in cutlass.range(item.pieces, unroll=4):
+            self._add(item, arguments, column, lane, (number, zero), (out, total))
+        there = steps.block * steps.block_columns + column
+        row, head = there // spec.group, steps.kv_head * spec.group + there % spec.group
+        factor, lse = self._normaliser(total[0], zero, nothing, head, arguments)
+        if cutlass.const_expr(spec.lse):
+            address = (
+                Int64(item.request) * arguments[at("lse_batch")]
+                + Int64(head) * arguments[at("lse_head")]
+                + Int64(row)
+            ) * 4 + arguments[at("lse")]
+            store_float_if(address, lse, Boolean(lane == 0))
+        if cutlass.const_expr(spec.cache == "fp8"):
+            factor = factor * load_float(arguments[at("v_scale")] + Int64(steps.kv_head) * 4)
+        values = [out[i] * factor for i in range(self.width * self.vectors)]
+        if cutlass.const_expr(spec.rotation > 0 and not spec.values_folded):
+            values = butterfly(values, spec.rotation, lane, spec.head_dim // 32)
+        address = (
+            Int64(item.request) * arguments[at("out_batch")]
+            + Int64(row) * arguments[at("out_row")]
+            + Int64(head) * arguments[at("out_head")]
+        ) * spec.out_dtype.itemsize + arguments[at("out")]
+        self._store(values, address, lane, Boolean(item.length > 0))
+
+    def _stats(self, item: Any, arguments: Any, column: Any, number: Any) -> Any:
+        """Address of a piece's maximum and sum."""
+        slot = slot_of(number, item.origin, self.schedule.parts(self.spec))
+        return arguments[at("stats")] + (Int64(slot) * self.columns + Int64(column)) * 8
+
+    @cute.jit
+    def _highest(self, item, arguments, column, lane) -> Float32:
+        """The largest maximum of a column."""
+        best = cute.make_rmem_tensor(1, Float32)
+        best[0] = -Float32.inf
+        for first in cutlass.range(0, item.pieces, 32, unroll=1):
+            number = cutlass.min(first + lane, item.pieces - 1)
+            best[0] = maximum(best[0], load_float(self._stats(item, arguments, column, number)))
+        found = best[0]
+        for distance in cutlass.range_constexpr(5):
+            found = maximum(found, cute.arch.shuffle_sync_bfly(found, 1 << distance))
+        return found
+
+    def _add(
+        self, item: Any, arguments: Any, column: Any, lane: Any, which: Any, sums: Any
+    ) -> None:
+        """Add a piece's sum and outputs."""
+        (number, zero), (out, total) = which, sums
+        address = self._stats(item, arguments, column, number)
+        weight = exp2(load_float(address) - zero)
+        total[0] = fma(weight, load_float(address + 4), total[0])
+        slot = slot_of(number, item.origin, self.schedule.parts(self.spec))
+        place = (Int64(slot) * self.columns + Int64(column)) * self.spec.head_dim
+        for v in range(self.vectors):
+            channel = (v * 32 + lane) * self.width
+            safe = cutlass.min(channel, self.spec.head_dim - self.width)
+            part = _load_global(arguments[at("partials")] + (place + Int64(safe)) * 4, self.width)
+            for i, x in enumerate(part):
+                out[v * self.width + i] = fma(weight, x, out[v * self.width + i])
+
+    def _normaliser(
+        self, total: Any, best: Any, nothing: Any, head: Any, arguments: Any
+    ) -> tuple[Any, Any]:
+        """(factor of the output, natural logarithm of the sum); 0 and -inf where the column sees no key."""
+        shift = {"fp8": 12, "fp16": 12}.get(self.spec.cache, 0)
+        down = Float32(2.0**-shift)
+        correction, total = down, total * down
+        if self.spec.sinks:
+            sink = load_float(arguments[at("sinks")] + Int64(head) * 4) * LOG2_E
+            # The larger of the two is the reference, or the exponential of the other overflows.
+            reference = Float32(cutlass.select_(nothing | (sink > best), sink, best))
+            smaller = Float32(cutlass.select_(nothing, Float32(0.0), exp2(best - reference)))
+            total = fma(total, smaller, exp2(sink - reference))
+            correction, best = correction * smaller, reference
+        empty = nothing | (total == Float32(0.0))
+        safe = Float32(cutlass.select_(empty, Float32(1.0), total))
+        inverse = pure_asm("rcp.approx.ftz.f32 $0, $1;", "=f,f", Float32, safe) * correction
+        logarithm = pure_asm("lg2.approx.ftz.f32 $0, $1;", "=f,f", Float32, safe)
+        lse = (best + logarithm) * (1.0 / LOG2_E)
+        return (
+            Float32(cutlass.select_(empty, Float32(0.0), inverse)),
+            Float32(cutlass.select_(empty, -Float32.inf, lse)),
+        )
+
+    def _store(self, values: list[Any], address: Any, lane: Any, live: Any) -> None:
+        """Round, or quantise under the delayed scale, and store. Rows of no request are zeros that do not count."""
+        spec, size = self.spec, self.spec.out_dtype.itemsize
+        for v in range(self.vectors):
+            channel = (v * 32 + lane) * self.width
+            inside = Boolean(channel < spec.head_dim)
+            lanes = values[v * self.width : (v + 1) * self.width]
+            if spec.out_is_fp8:
+                lanes = [self._counted(x, Boolean(inside & live)) for x in lanes]
+            words = pack_words(lanes, PACKED[spec.out_dtype])
+            _store_words(address + Int64(channel) * size, words, self.width * size, inside)
+
+    def _counted(self, x: Any, counts: Any) -> Any:
+        """A value under the delayed scale, while the next one's data is collected (FuTransformer 3.2.3)."""
+        one = Int32(cutlass.select_(counts, Int32(1), Int32(0)))
+        self.peak.see(Float32(cutlass.select_(counts, magnitude(x, NOTHING), Float32(NOTHING))))
+        y = x * self.inverse
+        self.saturated.add(is_saturated(y) * one)
+        self.nans.add(is_nan(x) * one)
+        return y
+
+
+@cute.jit
+def _store_pair(address: Int32, a: Float32, b: Float32, condition: Boolean) -> None:
+    if condition:
+        shared_store(Float32, address, [a, b])
+
+
+def _store_global(address: Any, values: list[Any], condition: Any) -> None:
+    """Floats to a multiple of their size together, where ``condition``."""
+    fragment = cute.make_rmem_tensor(len(values), Float32)
+    for i, value in enumerate(values):
+        fragment[i] = value
+    pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4 * len(values))
+    _copy_if(fragment, cute.make_tensor(pointer, cute.make_layout(len(values))), condition)
+
+
+@cute.jit
+def _copy_if(source: cute.Tensor, target: cute.Tensor, condition: Boolean) -> None:
+    if condition:
+        cute.autovec_copy(source, target)
+
+
+def _load_global(address: Any, count: int) -> list[Any]:
+    """``count`` floats at a multiple of their size together."""
+    pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4 * count)
+    fragment = cute.make_rmem_tensor(count, Float32)
+    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count)), fragment)
+    return [fragment[i] for i in range(count)]
+
+
+def _store_words(address: Any, words: list[Any], size: int, condition: Any) -> None:
+    """The first ``size`` bytes of packed words."""
+    unit = Int32 if size >= 4 else cutlass.Int16
+    fragment = cute.make_rmem_tensor(max(1, size // 4), unit)
+    for i in range(max(1, size // 4)):
+        fragment[i] = unit(words[i])
+    pointer = cute.make_ptr(unit, address, cute.AddressSpace.gmem, assumed_align=size)
+    layout = cute.make_layout(max(1, size // 4))
+    _copy_if(fragment, cute.make_tensor(pointer, layout), condition)

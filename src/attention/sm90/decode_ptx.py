@@ -1,0 +1,153 @@
+"""Instructions of the decode kernel: matrix products, loads of fragments, bulk copies. Imports the DSL.
+
+Addresses of shared memory are 32-bit, those of global memory 64-bit integers. Loads have effects, so that none moves
+above the barrier that it waited for; arithmetic has none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Float32, Int32, Int64, cute
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm
+
+from epicute.epilogues.dsl import pure_asm
+
+__all__ = [
+    "bulk_copy",
+    "fma_pair",
+    "halves_of_codes",
+    "load_matrices",
+    "mask_or",
+    "multiply",
+    "permute_bytes",
+    "shared_load",
+    "shared_store",
+    "shift_right",
+    "turn_matrix",
+]
+
+
+def _several(text: str, constraints: str, result: Any, count: int, *arguments: Any) -> list[Any]:
+    """A block with ``count`` results of one type; with effects where it reads memory."""
+    struct = llvm.StructType.get_literal([result.mlir_type] * count)
+    found = llvm.inline_asm(
+        struct,
+        [a.ir_value() for a in arguments],
+        text,
+        constraints,
+        has_side_effects="ldmatrix" in text,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    places = (ir.DenseI64ArrayAttr.get([i]) for i in range(count))
+    return [result(llvm.extractvalue(result.mlir_type, found, place)) for place in places]
+
+
+def multiply(kind: str, a: list[Any], b: list[Any], c: list[Any]) -> list[Any]:
+    """C + A · B of 16 × 8 × 16, ``kind`` "f16" or "bf16", sums in float32.
+
+    Lane 4g + t has of A rows g and g + 8 at depths 2t, 2t + 1 (words 0, 1) and 2t + 8, 2t + 9 (words 2, 3); of B
+    column g at the same depths; of C rows g (two) and g + 8 (two) at columns 2t and 2t + 1.
+    """
+    text = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+    constraints = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
+    return _several(text, constraints, Float32, 4, *a, *b, *(Float32(x) for x in c))
+
+
+def load_matrices(address: Any, count: int = 4, turned: bool = False) -> list[Any]:
+    """``count`` (2 or 4) matrices of 8 rows of 16 bytes; lane l gives the address of row l mod 8 of matrix l // 8.
+
+    Lane 4g + t gets bytes 4t to 4t + 3 of row g; ``turned``: the 16-bit elements g of rows 2t and 2t + 1.
+    """
+    registers = ", ".join(f"${i}" for i in range(count))
+    kind = ".trans" if turned else ""
+    text = f"ldmatrix.sync.aligned.m8n8.x{count}{kind}.shared.b16 {{{registers}}}, [${count}];"
+    return _several(text, ",".join(["=r"] * count) + ",r", Int32, count, address)
+
+
+def turn_matrix(word: Any) -> Any:
+    """Transpose an 8 × 8 matrix of 16-bit elements of which lane 4g + t has row g, columns 2t and 2t + 1."""
+    found = llvm.inline_asm(
+        Int32.mlir_type,
+        [word.ir_value()],
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
+        "=r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return Int32(found)
+
+
+def permute_bytes(a: Any, b: Any, selection: int) -> Any:
+    """Four bytes of ``a`` and, from number 4 on, ``b``."""
+    return pure_asm(f"prmt.b32 $0, $1, $2, {selection:#x};", "=r,r,r", Int32, a, b)
+
+
+def mask_or(word: Any, mask: int, bits: int) -> Any:
+    """(word & mask) | bits, in one instruction."""
+    text = f"lop3.b32 $0, $1, {mask:#x}, {bits:#x}, 0xea;"
+    return pure_asm(text, "=r,r", Int32, word)
+
+
+def shift_right(word: Any, count: int) -> Any:
+    """A logical shift."""
+    return pure_asm(f"shr.u32 $0, $1, {count};", "=r,r", Int32, word) if count else word
+
+
+def fma_pair(kind: str, word: Any, factor: int, addend: int) -> Any:
+    """word · factor + addend of two 16-bit floats, the constants given as patterns of one."""
+    both = [f"{(x << 16 | x):#010x}" for x in (factor, addend)]
+    text = (
+        f"{{ .reg .b32 a, b; mov.b32 a, {both[0]}; mov.b32 b, {both[1]}; "
+        f"fma.rn.{kind}x2 $0, $1, a, b; }}"
+    )
+    return pure_asm(text, "=r,r", Int32, word)
+
+
+def halves_of_codes(word: Any) -> list[Any]:
+    """Four e4m3 as two words of float16, which holds them exactly."""
+    texts = (
+        "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.rn.f16x2.e4m3x2 $0, l; }",
+        "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.rn.f16x2.e4m3x2 $0, h; }",
+    )
+    return [pure_asm(text, "=r,r", Int32, word) for text in texts]
+
+
+def _shared(dtype: Any, address: Any, count: int) -> Any:
+    size = dtype.width // 8 * count
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=size)
+    return cute.make_tensor(pointer, cute.make_layout(count))
+
+
+def shared_load(dtype: Any, address: Any, count: int = 1) -> list[Any]:
+    """``count`` adjacent elements of shared memory, at a multiple of their size together."""
+    fragment = cute.make_rmem_tensor(count, dtype)
+    cute.autovec_copy(_shared(dtype, address, count), fragment)
+    return [fragment[i] for i in range(count)]
+
+
+def shared_store(dtype: Any, address: Any, values: list[Any]) -> None:
+    """Adjacent elements to shared memory."""
+    fragment = cute.make_rmem_tensor(len(values), dtype)
+    for i, value in enumerate(values):
+        fragment[i] = value
+    cute.autovec_copy(fragment, _shared(dtype, address, len(values)))
+
+
+def bulk_copy(target: Any, source: Any, size: Any, barrier: Any) -> None:
+    """Start a copy of ``size`` bytes, a multiple of 16, to shared memory; ``barrier`` counts them."""
+    llvm.inline_asm(
+        None,
+        [x.ir_value() for x in (Int32(target), Int64(source), Int32(size), Int32(barrier))],
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+        "r,l,r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )

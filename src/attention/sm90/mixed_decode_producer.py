@@ -1,0 +1,241 @@
+"""The warp that finds a CTA's parts, posts them, and streams their pages. Imports the DSL.
+
+Parts are those of ``decode_work``. A tile's pages come as bulk copies of nibbles with their scales and of ΔS, by one
+lane a page, and of V^T by TMA. A part is walked from its last tile back. Page ids come 32 at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from epicute.attention.decode_work import part_tiles, slot_of, stripe, units_of
+from epicute.attention.mixed_decode_spec import (
+    MAIL_SLOTS,
+    TILE,
+    MixedDecodeSchedule,
+    MixedDecodeSpec,
+)
+from epicute.attention.mixed_decode_spec import decode_at as at
+from epicute.attention.sm90.decode_ptx import bulk_copy
+from epicute.attention.sm90.mixed_decode_places import (
+    MAIL_FIELDS,
+    Barriers,
+    Layout,
+    Shared,
+    shared_view,
+)
+from epicute.attention.sm90.scheduler import load_int
+
+__all__ = ["Part", "Producer", "read_part"]
+
+LANES = 32
+
+
+class Part(NamedTuple):
+    """A part of a head's keys.
+
+    ``valid``: 0 behind the last one; ``first``, ``count``: its tiles; ``tiles``, ``length``: tiles and keys of the
+    request; ``slot``: of the partial result; ``pieces``: parts of the head, from slot ``origin`` on.
+    """
+
+    valid: Any
+    request: Any
+    head: Any
+    first: Any
+    count: Any
+    tiles: Any
+    length: Any
+    slot: Any
+    pieces: Any
+    origin: Any
+
+
+def read_part(mail: Any, place: Any) -> Part:
+    """The part in a slot of the mailbox."""
+    cells = shared_view(Int32, mail + place * (4 * MAIL_FIELDS), MAIL_FIELDS, 8)
+    return Part(*(cells[i] for i in range(MAIL_FIELDS)))
+
+
+class Producer:
+    """Device code of the loading warp."""
+
+    def __init__(
+        self,
+        spec: MixedDecodeSpec,
+        schedule: MixedDecodeSchedule,
+        layout: Layout,
+        shared: Shared,
+        barriers: Barriers,
+        values: tuple[Any, Any, Any],
+    ) -> None:
+        self.spec, self.schedule, self.layout = spec, schedule, layout
+        self.cut, self.shared, self.barriers = schedule.cut(spec), shared, barriers
+        self.values = values
+
+    # --- parts ---
+
+    @cute.jit
+    def _length(self, arguments, request) -> Int32:
+        """Keys of a request; -1 beyond the batch."""
+        found = cute.make_rmem_tensor(1, Int32)
+        found[0] = Int32(-1)
+        if request < Int32(arguments[at("batch")]):
+            found[0] = cutlass.max(load_int(arguments[at("kv_lengths")], request), 0)
+        return found[0]
+
+    def _tiles(self, length: Any) -> Any:
+        """Tiles of a request, at least one."""
+        return cutlass.max((length + (TILE - 1)) // TILE, 1)
+
+    def _units(self, length: Any) -> Any:
+        """Parts of all heads of a request; none where the length is -1."""
+        cut = self.cut
+        units = units_of(self._tiles(length), cut.parts, cut.least) * cut.heads
+        return Int32(cutlass.select_(length < 0, Int32(0), units))
+
+    @cute.jit
+    def run(self, arguments, cta, lane) -> None:
+        """All parts of this CTA, then one that is none."""
+        batch, ctas = Int32(arguments[at("batch")]), Int32(arguments[at("ctas")])
+        total = Int32(0)
+        for chunk in cutlass.range((batch + (LANES - 1)) // LANES, unroll=4):
+            units = self._units(self._length(arguments, chunk * LANES + lane))
+            total += cute.arch.warp_redux_sync(units, "add")
+        position, end = stripe(cta, ctas, total)
+        # Before the first 32 requests, so that the first part opens them.
+        chunk, before, count = Int32(-1), Int32(0), Int32(0)
+        length, ends = Int32(0), Int32(0)
+        ring, mail = Int32(0), Int32(0)
+        while position < end:
+            while position >= before + count:
+                before += count
+                chunk += 1
+                length = self._length(arguments, chunk * LANES + lane)
+                ends = running_sum(self._units(length), lane)
+                count = cute.arch.shuffle_sync(ends, LANES - 1)
+            mine = cute.arch.popc(cute.arch.vote_ballot_sync(before + ends <= position))
+            keys = cute.arch.shuffle_sync(length, mine)
+            base = before + cute.arch.shuffle_sync(ends, mine) - self._units(keys)
+            part = self._part(chunk * LANES + mine, keys, position - base)
+            Producer._post(self, part, mail, lane)
+            mail += 1
+            position += 1
+            ring = Producer._stream(self, arguments, part, ring, lane)
+        Producer._post(self, Part(*[Int32(0)] * MAIL_FIELDS), mail, lane)
+
+    def _part(self, request: Any, length: Any, unit: Any) -> Part:
+        """The ``unit``-th part of a request."""
+        cut = self.cut
+        tiles = self._tiles(length)
+        pieces, each = (
+            units_of(tiles, cut.parts, cut.least),
+            part_tiles(tiles, int(cut.parts or 1), cut.least),
+        )
+        head = unit // pieces
+        number = unit - head * pieces
+        origin = (request * cut.heads + head) * int(cut.parts or 1)
+        count = cutlass.min(each, tiles - number * each)
+        slot = slot_of(number, origin, cut.parts)
+        found = (Int32(1), request, head, number * each, count, tiles, length, slot, pieces, origin)
+        return Part(*(Int32(x) for x in found))
+
+    @cute.jit
+    def _post(self, part, mail, lane) -> None:
+        """Put a part into the mailbox."""
+        place, turn = mail % MAIL_SLOTS, mail // MAIL_SLOTS % 2
+        cute.arch.mbarrier_wait(self.barriers.taken + place, turn ^ 1)
+        cells = shared_view(Int32, self.shared.mail + place * (4 * MAIL_FIELDS), MAIL_FIELDS, 8)
+        if lane == 0:
+            for i in cutlass.range_constexpr(MAIL_FIELDS):
+                cells[i] = part[i]
+            cute.arch.mbarrier_arrive(self.barriers.posted + place)
+        cute.arch.sync_warp()
+
+    # --- pages ---
+
+    @cute.jit
+    def _stream(self, arguments, part, ring, lane) -> Int32:
+        """Load the tiles of a part; the number of tiles so far."""
+        pages = self.layout.pages
+        end = cutlass.min(part.length, (part.first + part.count) * TILE)
+        last = (end + (self.layout.page_tokens - 1)) // self.layout.page_tokens
+        # 32 pages that end with the last tile's.
+        window = cutlass.max((part.first + part.count) * pages - LANES, 0)
+        ids = self._ids(arguments, part.request, window + lane, last)
+        for i in cutlass.range(part.count, unroll=1):
+            tile = part.first + part.count - 1 - i
+            first = tile * pages
+            if first < window:
+                window = cutlass.max(first + pages - LANES, 0)
+                ids = self._ids(arguments, part.request, window + lane, last)
+            place, turn = ring % self.schedule.stages, ring // self.schedule.stages % 2
+            cute.arch.mbarrier_wait(self.barriers.empty + place, turn ^ 1)
+            there = cutlass.min(last - first, pages)
+            self._load(arguments, part.head, (ids, first - window, there), place, lane)
+            ring += 1
+        return ring
+
+    @cute.jit
+    def _ids(self, arguments, request, number, last) -> Int32:
+        """Id of a request's page; -1 behind its end."""
+        found = cute.make_rmem_tensor(1, Int32)
+        found[0] = Int32(-1)
+        if number < last:
+            offset = Int64(request) * arguments[at("table_row")] + Int64(number) * 4
+            found[0] = load_int(arguments[at("page_table")] + offset, Int32(0))
+        return found[0]
+
+    @cute.jit
+    def _load(self, arguments, head, pages, place, lane) -> None:
+        """A tile's pages, as many as there are."""
+        ids, start, there = pages
+        spec, layout = self.spec, self.layout
+        barrier = self.barriers.full + place
+        each = layout.key_page + layout.delta_page + spec.page.head_dim * spec.page.page_size
+        kv_head = head // spec.blocks
+        if lane == 0:
+            if there > 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, there * each)
+            else:
+                cute.arch.mbarrier_arrive(barrier)
+        cute.arch.sync_warp()
+        mine = cute.arch.shuffle_sync(ids, cutlass.min(start + lane, LANES - 1))
+        if lane < there:
+            self._load_keys(arguments, kv_head, mine, place, lane, barrier)
+        atom, source, target = self.values
+        for number in cutlass.range_constexpr(layout.pages):
+            page = cute.arch.shuffle_sync(ids, cutlass.min(start + number, LANES - 1))
+            if number < there:
+                cute.copy(
+                    atom,
+                    source[None, 0, 0, kv_head, page],
+                    target[None, number, place],
+                    tma_bar_ptr=barrier,
+                )
+
+    def _load_keys(
+        self, arguments: Any, kv_head: Any, page: Any, place: Any, number: Any, barrier: Any
+    ) -> None:
+        """One page's nibbles and scales, and its ΔS, by one lane."""
+        spec, layout = self.spec, self.layout
+        record = Int64(page) * arguments[at("page_stride")]
+        record += Int64(kv_head) * arguments[at("head_stride")] + arguments[at("records")]
+        count = Int32(barrier.toint())
+        target = self.shared.k + place * layout.key_stage + number * layout.key_page
+        bulk_copy(target, record, Int32(layout.key_page), count)
+        if spec.terms:
+            source = Int64(page) * spec.kv_heads + Int64(kv_head)
+            source = source * layout.delta_page + arguments[at("delta")]
+            target = self.shared.delta + place * layout.delta_stage + number * layout.delta_page
+            bulk_copy(target, source, Int32(layout.delta_page), count)
+
+
+def running_sum(x: Any, lane: Any) -> Any:
+    """Sum over the lanes up to this one."""
+    for distance in (1, 2, 4, 8, 16):
+        other = cute.arch.shuffle_sync(x, lane - distance)
+        x = x + Int32(cutlass.select_(lane >= distance, other, Int32(0)))
+    return x

@@ -1,0 +1,167 @@
+"""Where the rows of a block go: slots, chunks, and the shared memory that a block meets in. Imports the DSL."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Boolean, Int8, Int16, Int32, Int64, cute
+from cutlass import memory as cutlass_memory
+
+from epicute.kv.qk4pv8_write import ARGUMENTS, CHUNKS, ROWS, TOKENS, WriteSpec
+from epicute.quant.dsl import Launched
+
+__all__ = ["SIGNS", "Places", "Shared", "read", "shared_view", "store_if", "view"]
+
+SIGNS = 0x80808080 - 2**32
+UNITS = {1: Int8, 2: Int16, 4: Int32}
+
+
+def view(dtype: Any, address: Any, count: int, alignment: int, space: Any = None) -> Any:
+    """``count`` elements at an address, of global memory or of another ``space``."""
+    space = cute.AddressSpace.gmem if space is None else space
+    pointer = cute.make_ptr(dtype, address, space, assumed_align=alignment)
+    return cute.make_tensor(pointer, cute.make_layout(count))
+
+
+def shared_view(dtype: Any, address: Any, count: int, alignment: int) -> Any:
+    """``count`` elements of shared memory."""
+    return view(dtype, address, count, alignment, cute.AddressSpace.smem)
+
+
+def read(source: Any) -> Any:
+    """A tensor's elements as a register fragment."""
+    found = cute.make_rmem_tensor(cute.size(source), source.element_type)
+    cute.autovec_copy(source, found)
+    return found
+
+
+def store_if(condition: Any, size: int, address: Any, value: Any) -> None:
+    """Store the low ``size`` bytes of ``value``."""
+    unit = UNITS[size]
+    _store_if(Boolean(condition), view(unit, address, 1, size), unit(value))
+
+
+@cute.jit
+def _store_if(condition, cell, value) -> None:
+    if condition:
+        cell[0] = value
+
+
+class Shared(NamedTuple):
+    """Addresses in shared memory."""
+
+    values: Any
+    delta: Any
+    row_of: Any
+    slots: Any
+    starts: Any
+
+
+class Places(Launched):
+    """Rows, chunks and records of one ``WriteSpec``."""
+
+    names = ARGUMENTS
+
+    def __init__(self, spec: WriteSpec) -> None:
+        self.spec, self.page = spec, spec.page
+        self.lanes = self.page.head_dim // 8
+        self.units = CHUNKS * 4 * self.lanes
+        self.run = self.page.head_dim // 64
+
+    def _allocate(self) -> Shared:
+        """Shared memory of a block."""
+        sizes = {
+            "values": self.page.head_dim * CHUNKS * TOKENS,
+            "delta": 4 * self.spec.group * CHUNKS * TOKENS * (self.spec.terms > 0),
+            "row_of": ROWS * TOKENS,
+            "slots": 8 * ROWS,
+            "starts": 4 * (ROWS // 32),
+        }
+        allocator = cutlass_memory.SmemAllocator()
+        found = []
+        for size in sizes.values():
+            layout = cute.make_layout(max(size, 16))
+            tensor = allocator.allocate_tensor(cutlass.Uint8, layout, 16)
+            found.append(Int32(tensor.iterator.toint()))
+        return Shared(*found)
+
+    # --- where rows go ---
+
+    def _slot(self, arguments: Any, row: Any) -> Any:
+        """Slot of a row; -1 where it has none, or there is no such row."""
+        found = cute.make_rmem_tensor(1, Int64)
+        found[0] = Int64(-1)
+        self._find_slot(arguments, row, found)
+        inside = (found[0] >= 0) & (found[0] < self.given(arguments, "capacity"))
+        return Int64(cutlass.select_(inside, found[0], Int64(-1)))
+
+    @cute.jit
+    def _find_slot(self, arguments, row, found) -> None:
+        if (row >= 0) & (row < Int32(self.given(arguments, "rows"))):
+            if cutlass.const_expr(self.spec.table):
+                position = self._integer(arguments, "positions", row)
+                request = self._integer(arguments, "requests", row)
+                stretch = position // self.page.page_size
+                known = (request >= 0) & (request < Int32(self.given(arguments, "table_rows")))
+                known = known & (position >= 0)
+                if known & (stretch < Int32(self.given(arguments, "table_columns"))):
+                    place = Int64(request) * self.given(arguments, "table_stride") + stretch * 4
+                    page = view(Int32, self.given(arguments, "page_table") + place, 1, 4)[0]
+                    if page >= 0:
+                        token = position % self.page.page_size
+                        found[0] = Int64(page) * self.page.page_size + token
+            else:
+                address = self.given(arguments, "slots") + Int64(row) * 8
+                found[0] = view(Int64, address, 1, 8)[0]
+
+    def _integer(self, arguments: Any, name: str, row: Any) -> Any:
+        """Element ``row`` of a vector of int32 or int64, of which the low half is enough."""
+        address = self.given(arguments, name) + Int64(row) * self.given(arguments, f"{name}_step")
+        return view(Int32, address, 1, 4)[0]
+
+    @cute.jit
+    def _map(self, arguments, shared, first, thread) -> Int32:
+        """Enter every row in its chunk; returns the number of chunks."""
+        found = cute.make_rmem_tensor(3, Int32)  # rank in the warp, token, whether a chunk starts
+        slot = cute.make_rmem_tensor(1, Int64)
+        slot[0] = Int64(-1)
+        warp = thread // 32
+        if thread < ROWS:
+            slot[0] = self._slot(arguments, first + thread)
+            before = self._slot(arguments, first + thread - 1)
+            valid = slot[0] >= 0
+            new = (thread == 0) | (before < 0) | (before // TOKENS != slot[0] // TOKENS)
+            votes = cute.arch.vote_ballot_sync(valid & new)
+            found[0] = cute.arch.popc(votes & cute.arch.lanemask_lt())
+            found[1] = Int32(slot[0] % TOKENS)
+            found[2] = Int32(cutlass.select_(valid & new, Int32(1), Int32(0)))
+            if thread % 32 == 0:
+                shared_view(Int32, shared.starts + warp * 4, 1, 4)[0] = cute.arch.popc(votes)
+        cute.arch.sync_threads()
+        starts = read(shared_view(Int32, shared.starts, ROWS // 32, 16))
+        total = Int32(0)
+        for i in cutlass.range_constexpr(ROWS // 32):
+            earlier = Int32(cutlass.select_(warp > i, starts[i], Int32(0)))
+            found[0] = found[0] + earlier
+            total += starts[i]
+        if (thread < ROWS) & (slot[0] >= 0):
+            chunk = found[0] + found[2] - 1
+            own = shared.row_of + chunk * TOKENS + found[1]
+            shared_view(Int8, own, 1, 1)[0] = Int8(thread)
+            # All rows of a chunk write the same.
+            base = shared.slots + chunk * 8
+            shared_view(Int64, base, 1, 8)[0] = slot[0] // TOKENS * TOKENS
+        cute.arch.sync_threads()
+        return total
+
+    def _place(self, arguments: Any, shared: Any, chunk: Any) -> tuple[Any, Any]:
+        """(page, first token) of a chunk."""
+        slot = shared_view(Int64, shared.slots + chunk * 8, 1, 8)[0]
+        return slot // self.page.page_size, Int32(slot % self.page.page_size)
+
+    def _record(self, arguments: Any, page: Any, head: Any) -> Any:
+        """Address of a record."""
+        page_bytes = page * self.given(arguments, "page_stride")
+        head_bytes = Int64(head) * self.given(arguments, "head_stride")
+        return self.given(arguments, "records") + page_bytes + head_bytes
