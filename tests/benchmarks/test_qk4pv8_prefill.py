@@ -1,4 +1,4 @@
-"""Table ``qk4pv8-prefill`` on the CPU at tiny sizes: its caches hold what was quantised, its rows are rows of a table."""
+"""Table ``qk4pv8-prefill`` on the CPU at tiny sizes: caches hold what was quantised, rows are rows of a table."""
 
 from __future__ import annotations
 
