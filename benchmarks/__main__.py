@@ -23,6 +23,7 @@ from benchmarks import (
     calls,
     decode_attention,
     epilogue,
+    few_rows,
     gemm,
     layer_accuracy,
     packed_prefill,
@@ -49,6 +50,7 @@ TABLES: dict[str, Any] = {
     "prefill-layer": prefill_layer,
     "packed-prefill": packed_prefill,
     "layer-accuracy": layer_accuracy,
+    "projections": few_rows,
     "decode-attention": decode_attention,
     "cache-write": cache_write,
     "qk4pv8-decode": qk4pv8_decode,
@@ -63,10 +65,14 @@ SHAPES_OF = {
     "prefill-layer": ("1B", "8B", "70B", "405B"),
     "packed-prefill": ("8B",),
     "layer-accuracy": ("1B", "8B"),
+    "projections": ("8B", "70B", "1B", "SmolLM2"),
 }
 """Shapes of each table where none are named; the others have sizes of their own."""
 
-M_OF = {"search": (64, 256, 1024, 2048, 8192)}
+M_OF = {
+    "search": (64, 256, 1024, 2048, 8192),
+    "projections": (1, 2, 4, 8, 16, 32, 64),
+}
 """M of each table where none is named; 2048 of the others."""
 
 LENGTHS_OF = {

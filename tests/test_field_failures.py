@@ -125,13 +125,7 @@ FAILURES = {
     "CG-08": "buffers freed after capture",
 }
 
-FEW_ROWS = "there is no few-row kernel yet"
-
 REASONS: dict[str, str] = {
-    "IW-01": FEW_ROWS,
-    "IW-02": FEW_ROWS,
-    "IW-10": FEW_ROWS,
-    "IW-11": FEW_ROWS,
     "QK-12": "tasks are judged on whole models, and no QK4PV8 model has run yet",
 }
 

@@ -16,11 +16,11 @@ def test_everything_by_default() -> None:
     given = parse([])
     first = ["gemm", "epilogue", "calls", "accuracy"]
     layers = ["prefill-layer", "packed-prefill", "layer-accuracy"]
-    decode = ["decode-attention", "cache-write", "qk4pv8-decode"]
+    decode = ["projections", "decode-attention", "cache-write", "qk4pv8-decode"]
     assert given.tables == [*TABLES] == [*first, "attention", *layers, *decode]
     assert options_of(given, "gemm").shapes == ("1B", "8B", "70B", "405B")
     assert options_of(given, "epilogue").shapes == ("8B", "1B", "70B", "405B")
-    assert {options_of(given, name).M for name in TABLES} == {(2048,)}
+    assert {options_of(given, n).M for n in TABLES if n != "projections"} == {(2048,)}
     assert not any(options_of(given, name).shards for name in TABLES)
     assert {name: options_of(given, name).shapes for name in ("calls", "accuracy")} == {
         "calls": (),

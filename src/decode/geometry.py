@@ -1,0 +1,159 @@
+"""Who does what in a few-row kernel: row tiles, shares of k, places in shared memory.
+
+The weight is cut in **bands** of 64 physical rows, and a band along k in records (``layouts.decode_order``) of four row
+tiles. A **tile** is what a composition's epilogue needs together: one band, or several where a unit is wider. A
+cluster of CTAs works on one tile at a time, each CTA on its share of the records along k; in a CTA eight warps share a
+record:
+
+    bits     rows of a warp   shares of a record's k        warp w
+    4, 8     32               4                             rows 32 (w % 2), share w // 2
+    16       16               2                             rows 16 (w % 4), share w // 4
+
+A share is a range of whole segments: 64 k, or the 128 of a group. Neither depends on the number of rows of x, so that
+the order in which a sum is added does not.
+
+The functions are integer algebra alone and run on int, on NumPy arrays and on DSL integers alike.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any
+
+from epicute.epilogues.resolve import Block, Resolved, ResolvedRange
+from epicute.layouts import BLOCK, Record
+
+__all__ = [
+    "BAND",
+    "RECORD_BYTES",
+    "TILES",
+    "WARPS",
+    "block_rows",
+    "epilogue_task",
+    "epilogue_tasks",
+    "lane_blocks",
+    "partial_place",
+    "pitch_of",
+    "segment_blocks",
+    "segments_of",
+    "share_of",
+    "shares_of",
+    "tile_rows",
+    "vector_place",
+    "warp_rows",
+]
+
+TILES = 4
+"""Row tiles of a record."""
+
+BAND = 16 * TILES
+"""Physical rows of a record."""
+
+RECORD_BYTES = 16384
+"""Bytes of a record's codes, at most."""
+
+WARPS = 8
+"""Warps that multiply."""
+
+VECTOR = 8
+"""16-bit elements of a 16-byte vector of activations."""
+
+
+def warp_rows(bits: int) -> int:
+    """Rows of a record that one warp multiplies: with more of them, fewer reads of the same activations."""
+    return 16 if bits == 16 else 32
+
+
+def shares_of(bits: int) -> int:
+    """Into how many shares the warps cut a record's k."""
+    return WARPS * warp_rows(bits) // BAND
+
+
+def segment_blocks(record: Record) -> int:
+    """Blocks of 64 k of a segment."""
+    return 2 if record.group == 2 * BLOCK else 1
+
+
+def segments_of(record: Record) -> int:
+    """Segments of a record."""
+    return record.blocks // segment_blocks(record)
+
+
+def share_of(index: Any, count: int, total: int) -> tuple[Any, Any]:
+    """(first, end) of share ``index`` of ``count`` shares of ``total`` things, as even as can be."""
+    return index * total // count, (index + 1) * total // count
+
+
+def vector_place(row: Any, vector: Any, rows: int, run: int) -> Any:
+    """Where vector ``vector`` (8 adjacent k) of row ``row`` (< ``rows``) of x stands, counted in vectors.
+
+    Blocks of 64 k, in them groups of eight rows, in them two halves of 32 vectors, one a lane: lane 4g + t of a warp
+    multiplies row g, and its four steps of the block take what it reads there in order. ``run``: of the record.
+    """
+    within = vector % 8
+    if run == 16:
+        lane, half = within // 2, within % 2
+    else:
+        lane, half = within % 4, within // 4
+    return ((vector // 8 * (rows // 8) + row // 8) * 2 + half) * 32 + row % 8 * 4 + lane
+
+
+def pitch_of(tile: int) -> int:
+    """Float32 from one row of x to the next in the buffer of partial sums: the reading lanes then meet every bank."""
+    return tile + 8
+
+
+def partial_place(sender: Any, row: Any, feature: Any, rows: int, tile: int) -> Any:
+    """Where a partial sum stands, counted in float32.
+
+    Args:
+        sender: share of k, over all CTAs of the cluster. row: of x, among the ``rows`` whose sums this CTA finishes.
+        feature: physical row of the tile. tile: rows of the tile.
+    """
+    return (sender * rows + row) * pitch_of(tile) + feature
+
+
+def epilogue_tasks(rows: int) -> int:
+    """Warps that one tile's epilogue takes, eight rows of x each."""
+    return max(rows // 8, 1)
+
+
+def epilogue_task(warp: Any, turn: Any, rows: int) -> Any:
+    """Which part of the epilogue of a CTA's ``turn``-th tile a warp does; none where it is not below the tasks.
+
+    Warps take turns, so that those that have no part in it go on with the next tile.
+    """
+    return (warp + WARPS - turn * epilogue_tasks(rows) % WARPS) % WARPS
+
+
+def lane_blocks(span: ResolvedRange) -> list[int]:
+    """The n8 block of each of a quad lane's values of a unit, in the order in which the chain gets them."""
+    return [b for piece in span.pieces for b in piece.blocks for _ in range(2)]
+
+
+def block_rows(span: ResolvedRange, block: Block) -> tuple[int, int]:
+    """(first, end) of the physical rows of a unit that a block of the chain needs, where nothing reduces before."""
+    blocks = lane_blocks(span)
+    found = [blocks[i] for i in block.lanes]
+    return min(found) * 8, max(found) * 8 + 8
+
+
+def tile_rows(resolved: Resolved) -> int:
+    """Physical rows of a tile: the fewest bands whose edges cut nothing that the epilogue needs together."""
+    unit = resolved.order.unit
+    size = BAND
+    while not _fits(resolved, size, unit):
+        size += BAND
+    return size
+
+
+def _fits(resolved: Resolved, size: int, unit: int) -> bool:
+    """Whether no edge of tiles of ``size`` rows lies inside of what belongs together."""
+    if size % unit and unit % size:
+        return False
+    edges = range(0, unit, gcd(size, unit))
+    for span in resolved.ranges:
+        together = [(0, unit)] if span.head else [block_rows(span, b) for b in span.blocks]
+        if any(first < edge < end for first, end in together for edge in edges):
+            return False
+    return True

@@ -1,0 +1,1 @@
+"""Few-row kernels for Hopper."""

@@ -1,0 +1,113 @@
+"""Codes to fragments of the MMA's A operand, in registers. Imports the DSL.
+
+INT4 is inserted into the mantissa of 128.0 (BF16), or of 1024.0 (FP16, where the rows g + 8 hold 1024 + 16 code): one
+shift and one LOP3 for two codes. What is too much is taken back in one of three ways, on the same layout:
+
+    registers   a packed subtraction of 128 + zero for two codes: numbers are exact from then on
+    sums        once a group: sum of (offset + zero) x, from a product with ones that all row tiles of a warp share
+    bias        a second MMA for each: - (128 + zero) · x, FuTransformer 4.6's "bias MMA"
+
+FP8 is E4M3; with BF16 activations its seven bits are moved into a BF16 number and multiplied by 2^120, which is exact
+for all codes but NaN, which weights do not hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from cutlass import Float32, Int32
+
+from epicute.decode.sm90.ptx import signed
+from epicute.epilogues.dsl import pure_asm
+
+__all__ = ["Convert"]
+
+ONES = {torch.bfloat16: 0x3F803F80, torch.float16: 0x3C003C00}
+ODD_FACTOR = {torch.bfloat16: 1.0, torch.float16: 1.0 / 16}
+"""What a sum of rows g + 8 is multiplied by."""
+
+OFFSETS = {torch.bfloat16: (128.0, 128.0), torch.float16: (1024.0, 1024.0)}
+NEGATIVE = {torch.bfloat16: 0xC300C300, torch.float16: 0xE400E400}
+"""Minus the offset, twice, as bits; a zero point is added to the mantissa."""
+
+LARGE = 0x7B807B80
+"""2^120 in BF16, twice."""
+
+
+class Convert:
+    """How the words of a lane's loads become the four A registers of a step."""
+
+    def __init__(self, bits: int, dtype: torch.dtype, conversion: str) -> None:
+        self.bits, self.dtype = bits, dtype
+        self.integer = bits == 4
+        self.exact = not self.integer or conversion == "registers"
+        self.summed = self.integer and conversion == "sums"
+        self.biased = self.integer and conversion == "bias"
+
+    def ones(self) -> list[Any]:
+        """An A fragment of ones."""
+        return [signed(ONES[self.dtype])] * 4
+
+    def odd_factor(self) -> float:
+        """What sums of rows g + 8 are multiplied by."""
+        return ODD_FACTOR[self.dtype] if self.integer else 1.0
+
+    def offset(self, row: int, zero: Any) -> Any:
+        """What is too much in a sum, per unit of the activations' sum. ``row``: 0 for g, 1 for g + 8."""
+        factor = 16.0 if self.dtype == torch.float16 and row else 1.0
+        if isinstance(zero, int):
+            return Float32(OFFSETS[self.dtype][row] + zero * factor)
+        return Float32(zero) * Float32(factor) + Float32(OFFSETS[self.dtype][row])
+
+    def negative(self, row: int, zero: Any) -> Any:
+        """Minus what is too much in a code, twice in a word."""
+        shift = 4 if self.dtype == torch.float16 and row else 0
+        start = NEGATIVE[self.dtype]
+        if isinstance(zero, int):
+            return signed(start | zero << shift | zero << (16 + shift))
+        return (zero * Int32(0x00010001 << shift)) | signed(start)
+
+    def bias(self, negatives: list[Any]) -> list[Any]:
+        """An A fragment of minus what is too much in rows g and g + 8."""
+        return [negatives[0], negatives[1], negatives[0], negatives[1]]
+
+    def fragment(self, loads: list[list[Any]], step: int, negatives: list[Any] | None) -> list[Any]:
+        """The A registers of ``step`` from a block's loads of four words. ``negatives``: of rows g and g + 8."""
+        if self.bits == 16:
+            return loads[step]
+        if self.bits == 8:
+            pair = loads[step // 2]
+            return [self._fp8(pair[2 * (step % 2) + j // 2], j % 2) for j in range(4)]
+        found = [self._int4(loads[0][step], j) for j in range(4)]
+        if self.exact:
+            assert negatives is not None
+            found = [self._minus(x, negatives[j % 2]) for j, x in enumerate(found)]
+        return found
+
+    def _int4(self, word: Any, register: int) -> Any:
+        """``layouts.bf16_pair`` and ``fp16_pair``, with a LOP3 that the compiler would make two of."""
+        if self.dtype == torch.bfloat16:
+            shift, mask, magic = 4 * register, 0x000F000F, 0x43004300
+        else:
+            shift, magic = register // 2 * 8, 0x64006400
+            mask = 0x00F000F0 if register % 2 else 0x000F000F
+        text = f"lop3.b32 $0, $1, {mask:#x}, {magic:#x}, 0xEA;"
+        return pure_asm(text, "=r,r", Int32, word >> shift if shift else word)
+
+    def _minus(self, x: Any, negative: Any) -> Any:
+        kind = {torch.bfloat16: "bf16", torch.float16: "f16"}[self.dtype]
+        text = f"fma.rn.{kind}x2 $0, $1, $2, $3;"
+        return pure_asm(text, "=r,r,r,r", Int32, x, signed(ONES[self.dtype]), negative)
+
+    def _fp8(self, word: Any, half: int) -> Any:
+        """Two numbers from a half of a word."""
+        if self.dtype == torch.float16:
+            text = "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.rn.f16x2.e4m3x2 $0, %s; }"
+            return pure_asm(text % "lh"[half], "=r,r", Int32, word)
+        selection = 0x3424 if half else 0x1404
+        text = f"prmt.b32 $0, $1, 0, {selection:#x};"
+        spread = pure_asm(text, "=r,r", Int32, word)
+        found = (spread & signed(0x80008000)) | ((spread >> 4) & Int32(0x07F007F0))
+        text = "mul.rn.bf16x2 $0, $1, $2;"
+        return pure_asm(text, "=r,r,r", Int32, found, signed(LARGE))

@@ -1,0 +1,348 @@
+"""Few-row projection for Hopper: D = epilogue(X · Wᵀ) for up to 64 rows of X at a time. Imports the DSL.
+
+The weight is the MMA's A operand, dequantised in registers; the rows of X are its columns. It is streamed record by
+record (``layouts.decode_order``) through a ring by a thread that waits for nobody: with programmatic dependent launch
+it reads weights while the kernel before is still at work, up to what the ring holds.
+
+    warp 0        ring: one bulk copy a record, at most ``in_flight`` under way              (few registers)
+    warps 1-3     stage the epilogue's vector operands, one tile ahead
+    warps 4-11    copy X once, then multiply: every warp has a share of each record          (the rest)
+                  in turns also the epilogue, eight rows of X a warp, while the others go on
+
+    barriers      full[s]     one producer arrive + bytes of a record                        ring -> consumers
+                  empty[s]    the eight consumer warps                                       consumers -> ring
+                  added       every consumer warp of the cluster: its sums of a tile are written
+                  read        every epilogue warp of the cluster: the sums may be written over
+                  ready[2]    96 staging threads; taken[2]: the tile's epilogue warps
+    named         1           consumers, around X
+
+    warp 0        |record 0|record 1| ...  as the ring allows, from before ``griddepcontrol.wait`` on
+    consumers            |X|record 0|record 1| ... |send|record 0 of the next tile ...
+    one of them                                    |send|epilogue|
+
+A slot is given back behind ``__syncwarp``: lanes leave a wait one by one, and an arrival of lane 0 alone says nothing
+of what the others have read. A CTA of a cluster has a share of k; it sends its sums, over distributed shared memory, to
+the CTA that finishes their row of X, which adds shares in the order of k.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint8, cute
+from cutlass import memory as cutlass_memory
+
+from epicute.decode.geometry import WARPS, epilogue_task, epilogue_tasks, share_of
+from epicute.decode.schedule import Shared
+from epicute.decode.sm90.finish import FewRowDriver
+from epicute.decode.sm90.multiply import Multiplier, signal
+from epicute.decode.sm90.ptx import arrive, barrier_at, bulk_copy, streaming, wait_cluster
+from epicute.decode.sm90.stage import Activations
+from epicute.decode.spec import FewRowSpec
+from epicute.epilogues.dsl import opaque
+from epicute.gemm.driver import Tile, TileState
+from epicute.gemm.staging import STAGERS, Stager
+
+__all__ = ["FewRowGemm"]
+
+CONSUMERS = 32 * WARPS
+THREADS = 128 + CONSUMERS
+REGISTERS = {1: (40, 232), 2: (48, 96)}
+"""Per thread of the first warpgroup and of the consumers, by CTAs on an SM, after they have traded. A launch of 384
+threads gets 168, or 80, each.
+"""
+
+AROUND_X = 1
+"""The named barrier of the consumers."""
+
+
+class Walk(NamedTuple):
+    """The tiles of a CTA: every ``step``-th from ``first`` on, ``count`` in all, for each of ``m_tiles``; and its
+    records along k, ``chunks`` from ``along`` on.
+    """
+
+    rank: Any
+    first: Any
+    step: Any
+    count: Any
+    m_tiles: Any
+    along: Any
+    chunks: Any
+
+
+class FewRowGemm:
+    """The device code of one ``FewRowSpec``; calling it traces the launch."""
+
+    def __init__(self, spec: FewRowSpec) -> None:
+        self.spec, self.problem, self.schedule = spec, spec.problem, spec.schedule
+        self.shared = Shared(spec.problem, spec.schedule)
+        self.cluster, self.rows = spec.schedule.cluster, spec.schedule.rows
+        self.records, self.record = spec.problem.records, spec.problem.record
+        self.driver = FewRowDriver(spec.resolved, spec.layout, spec.problem, spec.schedule)
+        self.stager = Stager(spec.resolved, spec.layout, self.rows, spec.problem.staged_rows)
+        self.staged = not self.stager.plan.empty
+        self.activations = Activations(spec.problem, spec.schedule)
+        self.most = self.problem.chunks(self.cluster)
+        self.resident = self.schedule.chunks >= self.most
+        self.tasks = epilogue_tasks(self.schedule.owned)
+
+    @cute.jit
+    def __call__(self, weight: cute.Tensor, arguments: Any, stream: Any) -> None:
+        """Launch. ``weight``: its records as bytes; ``arguments``: see ``FewRowSpec``."""
+        self.kernel.set_name_prefix(self.spec.name)
+        self.kernel(weight, arguments).launch(
+            grid=(Int32(arguments[3]) * self.cluster, 1, 1),
+            block=(THREADS, 1, 1),
+            cluster=(self.cluster, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=self.schedule.resident,
+            preferred_smem_carveout=100,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, weight: cute.Tensor, arguments: Any) -> None:
+        if cutlass.const_expr(not self.schedule.late):
+            cute.arch.griddepcontrol_launch_dependents()
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        allocator = cutlass_memory.SmemAllocator()
+        memory = allocator.allocate_tensor(Uint8, cute.make_layout(self.shared.size), 128)
+        base = Int32(memory.iterator.toint())
+        self._open(base, thread)
+        few, many = REGISTERS[self.schedule.resident]
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(few)
+            if warp == 0:
+                if thread == 0:
+                    self._produce(weight, arguments, base, self._walk(arguments, block))
+            elif cutlass.const_expr(self.staged):
+                cute.arch.griddepcontrol_wait()
+                self._stage(arguments, base, self._walk(arguments, block), thread)
+        else:
+            cute.arch.setmaxregister_increase(many)
+            cute.arch.griddepcontrol_wait()
+            self._consume(arguments, base, self._walk(arguments, block), thread - 128)
+        if cutlass.const_expr(self.cluster > 1):
+            cute.arch.sync_warp()
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    def _barrier(self, base: Any, index: Any) -> Any:
+        """Address of a barrier: full and empty of each slot, added, read, ready[2], taken[2]."""
+        return base + self.shared.barriers + index * 8
+
+    def _full(self, base: Any, slot: Any) -> Any:
+        return self._barrier(base, slot)
+
+    def _empty(self, base: Any, slot: Any) -> Any:
+        return self._barrier(base, self.schedule.slots + slot)
+
+    def _other(self, base: Any, index: Any) -> Any:
+        return self._barrier(base, 2 * self.schedule.slots + index)
+
+    def _await(self, barrier: Any, parity: Any) -> None:
+        """Wait for what warps of the cluster signal."""
+        if self.cluster > 1:
+            wait_cluster(barrier, parity)
+        else:
+            cute.arch.mbarrier_wait(barrier_at(barrier), parity)
+
+    @cute.jit
+    def _open(self, base, thread) -> None:
+        """Set the barriers up, so that all of the cluster see them."""
+        if thread == 0:
+            slots = self.schedule.slots
+            for slot in cutlass.range_constexpr(slots):
+                cute.arch.mbarrier_init(barrier_at(self._full(base, slot)), 1)
+                cute.arch.mbarrier_init(barrier_at(self._empty(base, slot)), WARPS)
+            sums = (WARPS * self.cluster, self.tasks * self.cluster)
+            counts = (*sums, STAGERS, STAGERS, self.tasks, self.tasks)
+            for i in cutlass.range_constexpr(len(counts)):
+                cute.arch.mbarrier_init(barrier_at(self._other(base, i)), counts[i])
+        cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(self.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    def _walk(self, arguments: Any, block: Any) -> Walk:
+        # Unknown to be the same for every role, or registers hold it across all of them.
+        block = opaque(Int32(block))
+        rank, first, step = block % self.cluster, block // self.cluster, Int32(arguments[3])
+        count = (self.problem.tiles - first + step - 1) // step
+        m_tiles = (Int32(arguments[2]) + (self.rows - 1)) // self.rows
+        along, end = share_of(rank, self.cluster, self.records.along)
+        chunks = end - along
+        if self.records.along % self.cluster == 0:
+            chunks = Int32(self.records.along // self.cluster)
+        return Walk(rank, first, step, count, m_tiles, along, chunks)
+
+    def _bands(self, tile: Any) -> Any:
+        """Bands of a tile: fewer of the last, where the weight ends in it."""
+        if self.records.down % self.problem.bands == 0:
+            return Int32(self.problem.bands)
+        return cutlass.min(self.records.down - tile * self.problem.bands, self.problem.bands)
+
+    @cute.jit
+    def _produce(self, weight, arguments, base, walk) -> None:
+        if Int32(arguments[self.spec.at("early")]) == 0:
+            cute.arch.griddepcontrol_wait()
+        turn = cute.make_rmem_tensor(2, Int32)
+        turn.fill(0)
+        address = weight.iterator.toint()
+        for _ in cutlass.range(walk.m_tiles, unroll=1):
+            for i in cutlass.range(walk.count, unroll=1):
+                tile = walk.first + i * walk.step
+                for band in cutlass.range(self._bands(tile), unroll=1):
+                    down = Int64(tile * self.problem.bands + band)
+                    at = address + self.records.record_offset(down, Int64(walk.along))
+                    for chunk in cutlass.range(walk.chunks, unroll=1):
+                        self._fetch(base, turn, at + Int64(chunk) * self.record.size)
+        if cutlass.const_expr(self.schedule.late):
+            cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def _fetch(self, base, turn, source) -> None:
+        """Begin a record's copy, once its slot is free and few enough others are under way."""
+        slots, flight = self.schedule.slots, self.schedule.in_flight
+        slot, parity = turn[0], turn[1]
+        cute.arch.mbarrier_wait(barrier_at(self._empty(base, slot)), parity ^ 1)
+        if cutlass.const_expr(flight < slots):
+            inside = Int32(slot >= flight)
+            before = slot - flight + (1 - inside) * slots
+            cute.arch.mbarrier_wait(barrier_at(self._full(base, before)), parity ^ 1 ^ inside)
+        full = self._full(base, slot)
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier_at(full), self.record.size)
+        policy = streaming() if cutlass.const_expr(self.schedule.evict_first) else None
+        bulk_copy(base + slot * self.shared.slot, source, self.record.size, full, policy)
+        self._next(turn)
+
+    def _next(self, turn: Any) -> None:
+        """Go on to the next slot; the parity turns where the ring begins again."""
+        last = Int32(turn[0] == self.schedule.slots - 1)
+        turn[0] = (turn[0] + 1) * (1 - last)
+        turn[1] = turn[1] ^ last
+
+    @cute.jit
+    def _stage(self, arguments, base, walk, thread) -> None:
+        turn = cute.make_rmem_tensor(1, Int32)
+        turn.fill(0)
+        for m in cutlass.range(walk.m_tiles, unroll=1):
+            for i in cutlass.range(walk.count, unroll=1):
+                tile = walk.first + i * walk.step
+                self._stage_tile(arguments, base, turn, m, tile, thread)
+
+    @cute.jit
+    def _stage_tile(self, arguments, base, turn, m, tile, thread) -> None:
+        buffer, parity = turn[0] % 2, turn[0] // 2 % 2
+        cute.arch.mbarrier_wait(barrier_at(self._other(base, 4 + buffer)), parity ^ 1)
+        floats, integers = self._buffers(base, buffer)
+        self.stager.run(arguments, floats, integers, m, tile // self.problem.parts, thread - 32)
+        cute.arch.mbarrier_arrive(barrier_at(self._other(base, 2 + buffer)))
+        turn[0] = turn[0] + 1
+
+    def _buffers(self, base: Any, index: Any) -> tuple[Any, Any]:
+        """Staged operands of a tile as flat tensors; None where there are none."""
+        found = []
+        for dtype, start, count, size in (
+            (Float32, self.shared.floats, self.shared.float_count, 4),
+            (Int64, self.shared.integers, self.shared.integer_count, 8),
+        ):
+            place = base + start + index * (count * size)
+            alignment = 16 if size == 4 else 8
+            pointer = cute.make_ptr(dtype, place, cute.AddressSpace.smem, assumed_align=alignment)
+            found.append(cute.make_tensor(pointer, cute.make_layout(count)) if count else None)
+        return found[0], found[1]
+
+    @cute.jit
+    def _consume(self, arguments, base, walk, thread) -> None:
+        warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+        multiplier = Multiplier(self.problem, self.schedule, self.spec.scale_dtype, warp, lane)
+        state = TileState(self.spec.layout, arguments)
+        turn = cute.make_rmem_tensor(3, Int32)
+        turn.fill(0)
+        for m in cutlass.range(walk.m_tiles, unroll=1):
+            if cutlass.const_expr(self.resident):
+                self._copy(arguments, base, walk, m, Int32(0), thread)
+            for i in cutlass.range(walk.count, unroll=1):
+                tile = walk.first + i * walk.step
+                for band in cutlass.range(self._bands(tile), unroll=1):
+                    self._band(arguments, base, walk, multiplier, turn, m, band, thread)
+                Multiplier.announce(multiplier, self._other(base, 0))
+                self._finish(arguments, base, walk, state, turn, m, tile, warp, lane)
+                turn[2] = turn[2] + 1
+        state.flush(lane)
+
+    @cute.jit
+    def _copy(self, arguments, base, walk, m, phase, thread) -> None:
+        """Copy the activations of a phase, between those of two uses."""
+        chunks = self.schedule.chunks
+        first = phase * chunks
+        count = cutlass.min(walk.chunks - first, chunks)
+        stride = arguments[1]
+        source = arguments[0] + Int64(m * self.rows) * stride
+        live = Int32(arguments[2]) - m * self.rows
+        gain = arguments[self.spec.at("gain")]
+        cute.arch.barrier(barrier_id=AROUND_X, number_of_threads=CONSUMERS)
+        self.activations.copy(
+            source,
+            stride,
+            gain,
+            base + self.shared.x,
+            (walk.along + first, count),
+            live,
+            thread,
+        )
+        cute.arch.barrier(barrier_id=AROUND_X, number_of_threads=CONSUMERS)
+
+    @cute.jit
+    def _band(self, arguments, base, walk, multiplier, turn, m, band, thread) -> None:
+        Multiplier.clear(multiplier)
+        if cutlass.const_expr(self.resident):
+            for chunk in cutlass.range(walk.chunks, unroll=1):
+                self._record(base, multiplier, turn, chunk)
+        else:
+            chunks = self.schedule.chunks
+            for phase in cutlass.range((walk.chunks + (chunks - 1)) // chunks, unroll=1):
+                self._copy(arguments, base, walk, m, phase, thread)
+                count = cutlass.min(walk.chunks - phase * chunks, chunks)
+                for chunk in cutlass.range(count, unroll=1):
+                    self._record(base, multiplier, turn, chunk)
+        if band == 0:
+            self._await(self._other(base, 1), (turn[2] & 1) ^ 1)
+        Multiplier.send(multiplier, base, walk.rank, band)
+
+    @cute.jit
+    def _record(self, base, multiplier, turn, chunk) -> None:
+        slot = turn[0]
+        cute.arch.mbarrier_wait(barrier_at(self._full(base, slot)), turn[1])
+        place = base + slot * self.shared.slot
+        Multiplier.run(multiplier, place, base + self.shared.x + chunk * self.shared.chunk)
+        cute.arch.sync_warp()
+        arrive(self._empty(base, slot), Int32(multiplier.lane == 0))
+        self._next(turn)
+
+    @cute.jit
+    def _finish(self, arguments, base, walk, state, turn, m, tile, warp, lane) -> None:
+        """This warp's part of a tile's epilogue, if it has one."""
+        count = turn[2]
+        task = epilogue_task(warp, count, self.schedule.owned)
+        if task < self.tasks:
+            self._await(self._other(base, 0), count & 1)
+            buffer = count % 2
+            if cutlass.const_expr(self.staged):
+                cute.arch.mbarrier_wait(barrier_at(self._other(base, 2 + buffer)), count // 2 % 2)
+            floats, integers = self._buffers(base, buffer)
+            parts = self.problem.parts
+            found = Tile(arguments, state, floats, integers, m, tile // parts)
+            first = walk.rank * self.schedule.owned
+            row = task * 8 + lane // 4
+            self.driver.finish(base, found, tile % parts, (first, row, lane))
+            cute.arch.sync_warp()
+            if cutlass.const_expr(self.staged):
+                arrive(self._other(base, 4 + buffer), Int32(lane == 0))
+            signal(self._other(base, 1), lane, self.cluster)

@@ -1,0 +1,251 @@
+"""A warp's share of a record: fragments from shared memory, products, scales once a group. Imports the DSL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import torch
+from cutlass import Float32, Int32, cute
+
+from epicute.decode.geometry import (
+    BAND,
+    WARPS,
+    partial_place,
+    segment_blocks,
+    segments_of,
+    share_of,
+    shares_of,
+    warp_rows,
+)
+from epicute.decode.schedule import FewRowProblem, FewRowSchedule, Shared
+from epicute.decode.sm90.convert import Convert
+from epicute.decode.sm90.ptx import (
+    arrive,
+    arrive_remote,
+    fma,
+    load_byte,
+    load_half,
+    load_words,
+    mma,
+    remote,
+    store_float,
+    store_remote,
+)
+from epicute.layouts import BLOCK, TILE_ROWS
+from epicute.quant.int4 import MIDDLE
+
+__all__ = ["Multiplier"]
+
+VECTORS = 512
+"""Bytes of one vector for each lane."""
+
+WIDEST = 4
+"""Eights of rows of x that are multiplied at once: more take registers, fewer convert each code once more."""
+
+NATIVE = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
+
+
+class Multiplier:
+    """A consumer thread's sums of a band, and what it does with each record.
+
+    Attributes:
+        sums: (row tile, eight rows of x, register) float32, where the MMA leaves them.
+    """
+
+    def __init__(
+        self,
+        problem: FewRowProblem,
+        schedule: FewRowSchedule,
+        scale_dtype: torch.dtype | None,
+        warp: Any,
+        lane: Any,
+    ) -> None:
+        self.problem, self.schedule, self.record = problem, schedule, problem.record
+        self.shared = Shared(problem, schedule)
+        self.scale_dtype = scale_dtype
+        self.convert = Convert(self.record.bits, problem.dtype, schedule.conversion)
+        rows = warp_rows(self.record.bits)
+        self.row_tiles, self.columns = rows // TILE_ROWS, schedule.rows // 8
+        self.shares = shares_of(self.record.bits)
+        parts = WARPS // self.shares
+        self.part, self.share = warp % parts, warp // parts
+        self.lane = lane
+        self.row = self.part * rows + lane // 4
+        self.sums = cute.make_rmem_tensor(self.row_tiles * self.columns * 4, Float32)
+
+    def _register(self, tile: int, column: int, i: int) -> int:
+        return (tile * self.columns + column) * 4 + i
+
+    def clear(self) -> None:
+        """Begin a band."""
+        self.sums.fill(0.0)
+
+    @cute.jit
+    def run(self, record: Int32, x: Int32) -> None:
+        """Multiply the warp's share of the record at ``record`` with the activations at ``x``."""
+        segments = segments_of(self.record)
+        if cutlass.const_expr(segments % self.shares == 0):
+            count = segments // self.shares
+            for i in cutlass.range_constexpr(count):
+                self._segment(record, x, self.share * count + i)
+        else:
+            first, end = share_of(self.share, self.shares, segments)
+            for i in cutlass.range(first, end, unroll=1):
+                self._segment(record, x, i)
+
+    def _segment(self, record: Any, x: Any, segment: Any) -> None:
+        blocks = segment_blocks(self.record)
+        first = segment * blocks
+        tile = self.part * self.row_tiles
+        codes = Int32(record) + Int32(self.record.load_offset(first, tile, 0, self.lane))
+        vectors = Int32(x) + Int32(first * (self.columns * 2 * VECTORS) + self.lane * 16)
+        span = min(self.record.group, blocks * BLOCK) if self.record.group else blocks * BLOCK
+        per_group = span // TILE_ROWS
+        for group in range(blocks * BLOCK // span):
+            index = segment * (blocks * BLOCK // span) + group
+            if self.record.group == self.record.depth:
+                index = index * 0
+            # Sums of the activations are one more set of sums.
+            wide = WIDEST // 2 if self.columns > WIDEST and self.convert.summed else WIDEST
+            for start in range(0, self.columns, wide):
+                if self.columns > wide:
+                    # A wall to loads, which else are all moved up here, and then do not fit the registers.
+                    cute.arch.sync_warp()
+                columns = range(start, min(start + wide, self.columns))
+                steps = range(group * per_group, (group + 1) * per_group)
+                self._group((record, codes, vectors), index, steps, columns)
+
+    def _group(self, at: tuple[Any, Any, Any], index: Any, steps: range, columns: range) -> None:
+        """The steps of one group for some of the rows of x, and their scales.
+
+        ``at``: the record, the lane's first codes and its first activations of the segment.
+        """
+        record, codes, vectors = at
+        zeros = self._zeros(record, index)
+        nothing = [Float32(0.0)] * 4
+        scaled = self.record.group > 0
+        places = [(t, j) for t in range(self.row_tiles) for j in columns]
+        found = {p: list(nothing) if scaled else self._held(*p) for p in places}
+        ones = {j: list(nothing) for j in columns}
+        negatives = self._negatives(zeros)
+        loads: list[Any] = []
+        halves: dict[int, Any] = {}
+        for at_step in steps:
+            block, step = divmod(at_step, 4)
+            if step == 0 or at_step == steps[0]:
+                loads = [self._loads(codes, block, t) for t in range(self.row_tiles)]
+            if step % 2 == 0:
+                halves = {j: self._half(vectors, block, j, step // 2) for j in columns}
+            b = {j: half[2 * (step % 2) : 2 * (step % 2) + 2] for j, half in halves.items()}
+            self._step(found, loads, b, step, negatives)
+            if self.convert.summed:
+                for j in columns:
+                    ones[j] = mma(self.problem.dtype, self.convert.ones(), b[j], ones[j])
+        self._finish(record, index, found, ones, zeros)
+
+    def _step(self, found: Any, loads: Any, b: Any, step: int, negatives: Any) -> None:
+        dtype = self.problem.dtype
+        for t in range(self.row_tiles):
+            minus: Any = None if negatives is None else negatives[t]
+            a = self.convert.fragment(loads[t], step, minus)
+            for j, pair in b.items():
+                found[t, j] = mma(dtype, a, pair, found[t, j])
+                if self.convert.biased:
+                    found[t, j] = mma(dtype, self.convert.bias(minus), pair, found[t, j])
+
+    def _held(self, tile: int, column: int) -> list[Any]:
+        return [self.sums[self._register(tile, column, r)] for r in range(4)]
+
+    def _loads(self, codes: Any, block: int, tile: int) -> list[list[Any]]:
+        """All loads of a lane for one row tile of a block."""
+        return [
+            load_words(codes + self.record.load_offset(block, tile, load, 0))
+            for load in range(self.record.loads)
+        ]
+
+    def _half(self, vectors: Any, block: int, column: int, half: int) -> list[Any]:
+        """Two steps' words of eight rows of x."""
+        return load_words(vectors + ((block * self.columns + column) * 2 + half) * VECTORS)
+
+    def _rows(self) -> list[tuple[int, int, Any]]:
+        """(row tile, row of it, row of the record) of each of a lane's rows."""
+        return [
+            (t, half, self.row + (t * TILE_ROWS + half * 8))
+            for t in range(self.row_tiles)
+            for half in range(2)
+        ]
+
+    def _zeros(self, record: Any, index: Any) -> Any:
+        """Zero points of the group, by row tile and row."""
+        if not self.record.zeros:
+            return {(t, half): MIDDLE for t, half, _ in self._rows()}
+        return {
+            (t, half): load_byte(Int32(record) + Int32(self.record.zero_offset(row, index)))
+            for t, half, row in self._rows()
+        }
+
+    def _negatives(self, zeros: Any) -> Any:
+        if not self.convert.integer or self.convert.summed:
+            return None
+        return [
+            [self.convert.negative(half, zeros[t, half]) for half in range(2)]
+            for t in range(self.row_tiles)
+        ]
+
+    def _finish(self, record: Any, index: Any, found: Any, ones: Any, zeros: Any) -> None:
+        """Scale a group's sums and add them to the band's."""
+        if self.record.group == 0:
+            for (t, j), sums in found.items():
+                for r in range(4):
+                    self.sums[self._register(t, j, r)] = sums[r]
+            return
+        assert self.scale_dtype is not None
+        native = NATIVE[self.scale_dtype]
+        for t, half, row in self._rows():
+            at = Int32(record) + Int32(self.record.scale_offset(row, index))
+            scale = load_half(native, at)
+            if half and self.convert.odd_factor() != 1.0:
+                scale = scale * Float32(self.convert.odd_factor())
+            offset = -self.convert.offset(half, zeros[t, half]) if self.convert.summed else None
+            for j in ones:
+                for e in range(2):
+                    r = 2 * half + e
+                    value = found[t, j][r]
+                    if offset is not None:
+                        value = fma(offset, ones[j][e], value)
+                    at = self._register(t, j, r)
+                    self.sums[at] = fma(scale, value, self.sums[at])
+
+    def send(self, base: Any, rank: Any, band: Any) -> None:
+        """Hand a band's sums to the CTAs that finish them: everyone has some of the rows of x."""
+        owned, tile = self.schedule.owned, self.problem.tile
+        sender = rank * self.shares + self.share
+        start = Int32(base) + self.shared.sums
+        for j in range(self.columns):
+            for e in range(2):
+                m = 8 * j + 2 * (self.lane % 4) + e
+                place = start
+                if self.schedule.cluster > 1:
+                    place = remote(start, m // owned)
+                for t, half, row in self._rows():
+                    at = partial_place(sender, m % owned, band * BAND + row, owned, tile)
+                    value = self.sums[self._register(t, j, 2 * half + e)]
+                    if self.schedule.cluster > 1:
+                        store_remote(place + Int32(at) * 4, value)
+                    else:
+                        store_float(place + Int32(at) * 4, value)
+
+    def announce(self, barrier: Any) -> None:
+        """Tell the CTAs that finish sums that this warp's are there."""
+        cute.arch.sync_warp()
+        signal(barrier, self.lane, self.schedule.cluster)
+
+
+def signal(barrier: Any, lane: Any, cluster: int) -> None:
+    """One arrival of a warp at an mbarrier in every CTA of the cluster."""
+    if cluster == 1:
+        arrive(barrier, Int32(lane == 0))
+    else:
+        where = remote(barrier, cutlass.min(lane, cluster - 1))
+        arrive_remote(where, Int32(lane < cluster))

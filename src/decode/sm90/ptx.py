@@ -1,0 +1,182 @@
+"""Single instructions of few-row kernels: products, copies, barriers. Imports the DSL.
+
+Shared memory is addressed by 32-bit integers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from cutlass import Float32, Int32, Int64, Uint8, cute
+from cutlass._mlir.dialects import llvm
+
+from epicute.epilogues.dsl import pure_asm
+
+__all__ = [
+    "add",
+    "arrive",
+    "arrive_remote",
+    "barrier_at",
+    "bulk_copy",
+    "fma",
+    "load_byte",
+    "load_half",
+    "load_pair",
+    "load_words",
+    "mma",
+    "remote",
+    "store_float",
+    "store_remote",
+    "streaming",
+    "wait_cluster",
+]
+
+KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+def effect(text: str, constraints: str, *arguments: Any) -> None:
+    """PTX that does something to memory; neither dropped nor moved."""
+    llvm.inline_asm(
+        None,
+        [a.ir_value() for a in arguments],
+        text,
+        constraints + ",~{memory}",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
+def signed(word: int) -> Int32:
+    """A constant of 32 bits."""
+    return Int32(word - (1 << 32) if word >> 31 else word)
+
+
+def fma(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+    return pure_asm("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", Float32, a, b, c)
+
+
+def add(a: Any, b: Any) -> Any:
+    """a + b, rounded once and never fused with a multiplication."""
+    return pure_asm("add.rn.f32 $0, $1, $2;", "=f,f,f", Float32, a, b)
+
+
+def mma(dtype: torch.dtype, a: list[Any], b: list[Any], c: list[Any]) -> list[Any]:
+    """c + a·b of one m16n8k16: four, two and four registers of a lane; sums in float32."""
+    kind = KINDS[dtype]
+    text = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+    float32 = Float32.mlir_type
+    found = llvm.inline_asm(
+        llvm.StructType.get_literal([float32] * 4),
+        [x.ir_value() for x in (*a, *b, *c)],
+        text,
+        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+        has_side_effects=False,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return [Float32(llvm.extractvalue(float32, found, [i])) for i in range(4)]
+
+
+def _shared(dtype: Any, address: Any, count: int, alignment: int) -> Any:
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=alignment)
+    return cute.make_tensor(pointer, cute.make_layout(count))
+
+
+def load_words(address: Any, count: int = 4) -> list[Any]:
+    """``count`` adjacent words, in one load."""
+    fragment = cute.make_rmem_tensor(count, Int32)
+    cute.autovec_copy(_shared(Int32, address, count, 4 * count), fragment)
+    return [fragment[i] for i in range(count)]
+
+
+def load_pair(address: Any) -> list[Any]:
+    """Two adjacent float32."""
+    fragment = cute.make_rmem_tensor(2, Float32)
+    cute.autovec_copy(_shared(Float32, address, 2, 8), fragment)
+    return [fragment[i] for i in range(2)]
+
+
+def load_half(dtype: Any, address: Any) -> Any:
+    """One 16-bit float, as Float32."""
+    return _shared(dtype, address, 1, 2)[0].to(Float32)
+
+
+def load_byte(address: Any) -> Any:
+    """One byte, as Int32."""
+    return Int32(_shared(Uint8, address, 1, 1)[0])
+
+
+def store_words(address: Any, words: Any) -> None:
+    """Four words of a register fragment."""
+    cute.autovec_copy(words, _shared(Int32, address, 4, 16))
+
+
+def store_float(address: Any, value: Any) -> None:
+    """One float32."""
+    _shared(Float32, address, 1, 4)[0] = value
+
+
+def remote(address: Any, rank: Any) -> Any:
+    """What CTA ``rank`` of the cluster has at a place in shared memory, as all of the cluster address it."""
+    text = "mapa.shared::cluster.u32 $0, $1, $2;"
+    return pure_asm(text, "=r,r,r", Int32, Int32(address), Int32(rank))
+
+
+def store_remote(address: Any, value: Any) -> None:
+    """One float32 in the shared memory of a CTA of the cluster."""
+    effect("st.shared::cluster.f32 [$0], $1;", "r,f", Int32(address), Float32(value))
+
+
+def barrier_at(address: Any) -> Any:
+    """The mbarrier at a place in shared memory."""
+    return cute.make_ptr(Int64, Int32(address), cute.AddressSpace.smem, assumed_align=8)
+
+
+def arrive(address: Any, condition: Any) -> None:
+    """Arrive at an mbarrier, where the Int32 ``condition`` is not 0. A predicate in place of a branch."""
+    text = (
+        "{ .reg .pred p; .reg .b64 s; setp.ne.s32 p, $1, 0; "
+        "@p mbarrier.arrive.release.cta.shared::cta.b64 s, [$0]; }"
+    )
+    effect(text, "r,r", Int32(address), Int32(condition))
+
+
+def arrive_remote(address: Any, condition: Any) -> None:
+    """Arrive at an mbarrier of a CTA of the cluster, with what the warp stored there before."""
+    text = (
+        "{ .reg .pred p; setp.ne.s32 p, $1, 0; "
+        "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0]; }"
+    )
+    effect(text, "r,r", Int32(address), Int32(condition))
+
+
+def wait_cluster(address: Any, parity: Any) -> None:
+    """Wait for a phase of an mbarrier, and see what any CTA of the cluster stored before it arrived."""
+    text = (
+        "{ .reg .pred p; again${:uid}: "
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$0], $1; "
+        "@!p bra again${:uid}; }"
+    )
+    effect(text, "r,r", Int32(address), Int32(parity))
+
+
+def streaming() -> Any:
+    """A policy of L2: what is read so leaves first."""
+    text = "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;"
+    return pure_asm(text, "=l", Int64)
+
+
+def bulk_copy(target: Any, source: Any, size: int, barrier: Any, policy: Any = None) -> None:
+    """Begin the copy of ``size`` bytes (a multiple of 16) from a global address; its bytes arrive at ``barrier``."""
+    name = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+    given = (Int32(target), Int64(source), Int32(barrier))
+    if policy is None:
+        effect(f"{name} [$0], [$1], {size}, [$2];", "r,l,r", *given)
+    else:
+        effect(f"{name}.L2::cache_hint [$0], [$1], {size}, [$2], $3;", "r,l,r,l", *given, policy)
