@@ -149,6 +149,22 @@ PARTS = (
         ("tests/attention",),
     ),
     Part(
+        "Few-row projections: INT4, FP8 and 16-bit weights, composed epilogues",
+        ("epicute.decode",),
+        "sm_90a",
+        ("tests/decode",),
+    ),
+    Part(
+        "Decode attention over BF16, FP8, INT4 and QK4PV8 caches, and what writes these",
+        ("epicute.attention", "epicute.kv"),
+        "sm_90a",
+        (
+            "tests/attention/test_decode_gpu.py",
+            "tests/attention/test_gpu_mixed_decode.py",
+            "tests/kv/test_gpu_qk4pv8_write.py",
+        ),
+    ),
+    Part(
         "Prefill of a layer in five kernels, BF16 or FP8",
         ("epicute.models",),
         "sm_90a",
@@ -168,8 +184,8 @@ PARTS = (
 )
 
 PLANNED = (
-    "decode: projections of few rows, INT4 weights among them, attention of one token, generation",
-    "kernels that write or read INT4 and QK4PV8 caches (MpFA)",
+    "the decode step as one chain of kernels, and generation on a GPU; on a CPU `epicute generate` works",
+    "prefill attention over QK4PV8 pages (MpFA)",
     "models from INT4 checkpoints: their projections are read one by one",
     "sm_100a (Blackwell): a `Target` of that name exists, and GEMM and attention refuse it",
     "SGLang, vLLM and transformers plug-ins",
