@@ -31,6 +31,7 @@ from benchmarks import (
     prefill_layer,
     prefill_model,
     qk4pv8_decode,
+    qk4pv8_prefill,
     search,
 )
 from benchmarks.harness import LAYERS, Options
@@ -54,6 +55,7 @@ TABLES: dict[str, Any] = {
     "decode-attention": decode_attention,
     "cache-write": cache_write,
     "qk4pv8-decode": qk4pv8_decode,
+    "qk4pv8-prefill": qk4pv8_prefill,
 }
 """Measured where none is named."""
 

@@ -155,12 +155,13 @@ PARTS = (
         ("tests/decode",),
     ),
     Part(
-        "Decode attention over BF16, FP8, INT4 and QK4PV8 caches, and what writes these",
+        "Attention over INT4 and QK4PV8 caches, decode over all, and what writes these",
         ("epicute.attention", "epicute.kv"),
         "sm_90a",
         (
             "tests/attention/test_decode_gpu.py",
             "tests/attention/test_gpu_mixed_decode.py",
+            "tests/attention/test_mixed_gpu.py",
             "tests/kv/test_gpu_qk4pv8_write.py",
         ),
     ),
@@ -185,7 +186,6 @@ PARTS = (
 
 PLANNED = (
     "the decode step as one chain of kernels, and generation on a GPU; on a CPU `epicute generate` works",
-    "prefill attention over QK4PV8 pages (MpFA)",
     "models from INT4 checkpoints: their projections are read one by one",
     "sm_100a (Blackwell): a `Target` of that name exists, and GEMM and attention refuse it",
     "SGLang, vLLM and transformers plug-ins",

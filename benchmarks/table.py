@@ -291,6 +291,7 @@ KEYS_OF = {
     "prefill-model": ("shape", "weights"),
     "cache-write": ("heads", "smoothing"),
     "qk4pv8-decode": ("heads", "batch", "smoothing"),
+    "qk4pv8-prefill": ("cache", "qk", "pv", "smoothing"),
 }
 """Fields of a case that a table's means are told apart by, where they are not ``KEYS``."""
 

@@ -90,6 +90,7 @@ def _lengths(case: Mapping[str, Any]) -> tuple[int, ...]:
 
 COUNTED: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "attention": _attention,
+    "qk4pv8-prefill": _attention,
     "prefill-layer": _layer,
     "packed-prefill": _layer,
 }
