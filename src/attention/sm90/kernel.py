@@ -16,7 +16,8 @@ tile of K and V, for both. A work item is ``tile_m`` query rows of a head; keys 
     warpgroup 1   |S0|softmax 0|S1 P0·V0|softmax 1 |       |S2 P1·V1|softmax 2 |
     warpgroup 2      |S0|softmax 0      |S1 P0·V0|softmax 1|        |S2 P1·V1|softmax 2
 
-Measured on an H200, causal, 32:8 heads of 128: pairs of CTAs are 2 to 6 % faster than CTAs alone, turns up to 3 % than
+Measured on an H200 in short slices without a published table, causal, 32:8 heads of 128, before rows kept a factor of
+one: pairs of CTAs were up to 6 % faster than CTAs alone, turns up to 3 % than
 none. Tried and dropped: Q as A operand from registers (nothing spills; 2 to 5 % slower in pairs).
 
 Keys and values behind a request's end are masked, and its last tile of V is cleared there before it is multiplied: what
