@@ -12,6 +12,7 @@ from epicute.attention.arguments import ARGUMENTS
 from epicute.attention.schedule import AttentionSchedule, choose
 from epicute.attention.spec import AttentionSpec, check
 from epicute.jit import CompileKey, Target, modules_digest
+from epicute.quant.launch import anchor_and_stream
 
 __all__ = ["AttentionKernel", "kernel_for"]
 
@@ -57,14 +58,13 @@ class AttentionKernel:
     def trace(self) -> tuple[Any, tuple[Any, ...]]:
         """The DSL function and its fake arguments."""
         import cutlass
-        from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
         from epicute.attention.sm90.kernel import HopperAttention
 
-        anchor = make_fake_tensor(cutlass.Int32, (1,), (1,), assumed_align=4)
+        anchor, stream = anchor_and_stream()
         arguments = tuple(cutlass.Int64(0) for _ in ARGUMENTS)
         function = HopperAttention(self.spec, self.schedule, self.name)
-        return function, (anchor, arguments, make_fake_stream(use_tvm_ffi_env_stream=True))
+        return function, (anchor, arguments, stream)
 
 
 def kernel_for(

@@ -16,8 +16,9 @@ from epicute.attention.decode_build import DecodeKernel, decode_kernel_for
 from epicute.attention.decode_operands import Binder
 from epicute.attention.decode_schedule import DecodeSchedule
 from epicute.attention.decode_spec import DecodeSpec
-from epicute.errors import CompileError, UnsupportedError, require
-from epicute.jit import ObjectCache, Report, Target, compile
+from epicute.attention.launch import Loaded
+from epicute.errors import require
+from epicute.jit import ObjectCache, Report, Target
 
 __all__ = ["DecodePlan", "DecodeWorkspace", "plan_decode"]
 
@@ -77,11 +78,9 @@ class DecodePlan:
     def __init__(self, kernel: DecodeKernel, cache: ObjectCache | None = None) -> None:
         self.kernel = kernel
         self._binder = Binder(kernel.spec, kernel.schedule)
-        self._compiled = compile(kernel, cache=cache)
-        self.report: Report = self._compiled.report
-        self._anchors: dict[int, tuple[torch.Tensor, int]] = {}
-        if torch.cuda.is_available():
-            self._device(torch.device("cuda", torch.cuda.current_device()))
+        self._loaded = Loaded(kernel, kernel.target, self._idle, cache)
+        self.report: Report = self._loaded.report
+        self._loaded.prepare()
 
     @property
     def spec(self) -> DecodeSpec:
@@ -91,7 +90,7 @@ class DecodePlan:
     def workspace(self, batch: int, device: torch.device | str | None = None) -> DecodeWorkspace:
         """Memory for runs of up to ``batch`` requests on ``device``, by default the current GPU."""
         found = torch.device("cuda" if device is None else device)
-        ctas = self._device(found)[1] if found.type == "cuda" else 1
+        ctas = self._loaded.processors(found) if found.type == "cuda" else 1
         counters, data = self._binder.workspace(batch, ctas)
         return DecodeWorkspace(
             torch.zeros(counters, dtype=torch.int32, device=found),
@@ -134,55 +133,21 @@ class DecodePlan:
         """
         given = {"out": out, "kv_lengths": kv_lengths, "workspace": workspace, **operands}
         self._binder.check_device(q)
-        anchor, processors = self._device(q.device)
+        processors = self._loaded.processors(q.device)
         arguments = self._binder.bind(q, cache, processors, given)
         if arguments is not None:
-            self._launch(q.device.index, anchor, arguments)
+            self._loaded.launch(q.get_device(), arguments)
 
-    def _launch(self, index: int, anchor: torch.Tensor, arguments: tuple[int, ...]) -> None:
-        if index == torch.cuda.current_device():
-            self._compiled(anchor, arguments)
-        else:
-            with torch.cuda.device(index):
-                self._compiled(anchor, arguments)
-
-    def _device(self, device: torch.device) -> tuple[torch.Tensor, int]:
-        """What tells the launcher the device, and the device's SMs."""
-        index = torch.cuda.current_device() if device.index is None else device.index
-        if index not in self._anchors:
-            properties = torch.cuda.get_device_properties(index)
-            capability = (properties.major, properties.minor)
-            require(
-                capability == self.kernel.target.capability,
-                "q.device",
-                f"{properties.name}, compute capability {capability[0]}.{capability[1]}",
-                f"a GPU for {self.kernel.target.arch}",
-                "plan with target=Target.detect(device)",
-                UnsupportedError,
-            )
-            require(
-                not torch.cuda.is_current_stream_capturing(),
-                "plan",
-                f"not loaded on cuda:{index} yet, while a CUDA graph is captured",
-                "a plan that was made, or run once, on that device before",
-                "plan before the capture",
-                CompileError,
-            )
-            anchor = torch.zeros(16, dtype=torch.uint8, device=f"cuda:{index}")
-            self._load(index, anchor)
-            self._anchors[index] = (anchor, properties.multi_processor_count)
-        return self._anchors[index]
-
-    def _load(self, index: int, anchor: torch.Tensor) -> None:
-        """Load the code, so that the first ``run`` may be captured: a launch for no request, which reads no operand."""
+    def _idle(self, address: int) -> tuple[int, ...]:
+        """Arguments of a launch for no request, which loads the code and reads no operand."""
         found = dict.fromkeys(DECODE_ARGUMENTS, 0)
         for name in ("k", "v"):
-            found[name] = anchor.data_ptr()
+            found[name] = address
             for step in ("page", "token", "head"):
                 found[f"{name}_{step}"] = self.spec.head_dim
-        found["out_scale"] = anchor.data_ptr()
+        found["out_scale"] = address
         found["ctas"] = 1
-        self._launch(index, anchor, tuple(found.values()))
+        return tuple(found.values())
 
     def __str__(self) -> str:
         return f"{self.spec}\n{self.kernel.schedule}; {self.kernel.target}\n{self.report}"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
 
-from epicute.attention.spec import FP8, HALVES, HEAD_DIMS, PAGES
+from epicute.attention.spec import FP8, HALVES, HEAD_DIMS, PAGES, Rule, refusal
 from epicute.errors import UnsupportedError, require
 from epicute.jit import Target
 
@@ -174,16 +173,6 @@ class DecodeSpec:
         return ", ".join(shown)
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A line of the legality table: what is asked of a spec, and why it is refused otherwise."""
-
-    argument: str
-    expected: str
-    holds: Callable[[DecodeSpec], bool]
-    reason: str
-
-
 DECODE_LEGALITY = (
     Rule(
         "cache",
@@ -266,13 +255,7 @@ DECODE_LEGALITY = (
 
 def decode_unsupported(spec: DecodeSpec, target: Target | None = None) -> str | None:
     """Why there is no kernel for ``spec``, or None where there is one."""
-    for rule in DECODE_LEGALITY:
-        if not rule.holds(spec):
-            got = getattr(spec, rule.argument)
-            return f"{rule.argument}: got {got}, expected {rule.expected}: {rule.reason}"
-    if target is not None and target.capability != (9, 0):
-        return f"target: got {target.arch}, expected sm_90a: the schedules are Hopper's"
-    return None
+    return refusal(DECODE_LEGALITY, spec, target)
 
 
 def check_decode(spec: DecodeSpec, target: Target) -> None:

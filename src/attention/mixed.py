@@ -14,7 +14,6 @@ have a mean of half their spread. Queries arrive in 16 bits: as E4M3 each row ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -26,10 +25,11 @@ from epicute.attention.build import SHORT, AttentionKernel
 from epicute.attention.build import kernel_for as plain_kernel_for
 from epicute.attention.mixed_places import delta_bytes
 from epicute.attention.schedule import SMEM
-from epicute.attention.spec import FP8, HALVES, PAGES, AttentionSpec
+from epicute.attention.spec import FP8, HALVES, PAGES, AttentionSpec, Rule, refusal
 from epicute.errors import UnsupportedError, require
 from epicute.jit import CompileKey, Target, modules_digest
 from epicute.layouts.qk4pv8 import HEAD_DIMS, PAGE_SIZES, QK4PV8Page
+from epicute.quant.launch import anchor_and_stream
 
 __all__ = [
     "MIXED_ARGUMENTS",
@@ -174,16 +174,6 @@ class MixedSpec:
         return f"{self.plain()}, {', '.join(shown)}"
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A line of the legality table: what is asked of a spec, and why it is refused otherwise."""
-
-    argument: str
-    expected: str
-    holds: Callable[[MixedSpec], bool]
-    reason: str
-
-
 MIXED_LEGALITY = (
     Rule(
         "precision",
@@ -239,15 +229,7 @@ MIXED_LEGALITY = (
 
 def mixed_unsupported(spec: MixedSpec, target: Target | None = None) -> str | None:
     """Why there is no kernel for ``spec``, or None where there is one."""
-    for rule in MIXED_LEGALITY:
-        if not rule.holds(spec):
-            got = getattr(spec, rule.argument)
-            return f"{rule.argument}: got {got}, expected {rule.expected}: {rule.reason}"
-    if target is not None and target.capability != (9, 0):
-        return (
-            f"target: got {target.arch}, expected sm_90a: the kernels are built on Hopper's WGMMA"
-        )
-    return None
+    return refusal(MIXED_LEGALITY, spec, target)
 
 
 @dataclass(frozen=True)
@@ -398,14 +380,13 @@ class MixedKernel:
     def trace(self) -> tuple[Any, tuple[Any, ...]]:
         """The DSL function and its fake arguments."""
         import cutlass
-        from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
         from epicute.attention.sm90.mixed import MixedAttention
 
-        anchor = make_fake_tensor(cutlass.Int32, (1,), (1,), assumed_align=4)
+        anchor, stream = anchor_and_stream()
         arguments = tuple(cutlass.Int64(0) for _ in MIXED_ARGUMENTS)
         function = MixedAttention(self.spec, self.schedule, self.name)
-        return function, (anchor, arguments, make_fake_stream(use_tvm_ffi_env_stream=True))
+        return function, (anchor, arguments, stream)
 
 
 def mixed_kernel_for(

@@ -18,14 +18,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from epicute.attention.launch import Loaded
 from epicute.attention.mixed_decode_build import MixedDecodeKernel, mixed_decode_kernel_for
 from epicute.attention.mixed_decode_spec import (
     MIXED_DECODE_ARGUMENTS,
     MixedDecodeSchedule,
     MixedDecodeSpec,
 )
-from epicute.errors import CompileError, UnsupportedError, require
-from epicute.jit import ObjectCache, Report, Target, compile
+from epicute.errors import require
+from epicute.jit import ObjectCache, Report, Target
 from epicute.kv.qk4pv8 import Memory, QK4PV8Cache
 from epicute.quant.launch import check_apart, check_vector, wrong
 from epicute.quant.smoothing import Means
@@ -115,11 +116,9 @@ class MixedDecodePlan:
         self, cache: QK4PV8Cache, kernel: MixedDecodeKernel, objects: ObjectCache | None = None
     ) -> None:
         self.cache, self.kernel = cache, kernel
-        self._compiled = compile(kernel, cache=objects)
-        self.report: Report = self._compiled.report
-        self._anchors: dict[int, tuple[torch.Tensor, int]] = {}
-        if torch.cuda.is_available():
-            self._device(torch.device("cuda", torch.cuda.current_device()))
+        self._loaded = Loaded(kernel, kernel.target, self._idle, objects)
+        self.report: Report = self._loaded.report
+        self._loaded.prepare()
 
     @property
     def spec(self) -> MixedDecodeSpec:
@@ -164,7 +163,7 @@ class MixedDecodePlan:
         """
         if not isinstance(q, torch.Tensor) or q.device.type != "cuda":
             raise wrong("q", q, "a CUDA tensor", "move q and the cache to a Hopper GPU")
-        anchor, processors = self._device(q.device)
+        processors = self._loaded.processors(q.device)
         arguments = self.bind(
             q,
             memory,
@@ -176,7 +175,7 @@ class MixedDecodePlan:
             **operands,
         )
         if q.shape[0]:
-            self._launch(q.device.index, anchor, arguments)
+            self._loaded.launch(q.get_device(), arguments)
 
     def bind(
         self,
@@ -195,47 +194,13 @@ class MixedDecodePlan:
         operands = {name: x for name, x in operands.items() if x is not None}
         return binder.bind(q, memory, out, workspace, (kv_lengths, page_table), operands, ctas)
 
-    def _launch(self, index: int, anchor: torch.Tensor, arguments: tuple[int, ...]) -> None:
-        if index == torch.cuda.current_device():
-            self._compiled(anchor, arguments)
-        else:
-            with torch.cuda.device(index):
-                self._compiled(anchor, arguments)
-
-    def _device(self, device: torch.device) -> tuple[torch.Tensor, int]:
-        """What tells the launcher the device, and the device's SMs."""
-        index = torch.cuda.current_device() if device.index is None else device.index
-        if index not in self._anchors:
-            properties = torch.cuda.get_device_properties(index)
-            capability = (properties.major, properties.minor)
-            require(
-                capability == self.kernel.target.capability,
-                "q.device",
-                f"{properties.name}, compute capability {capability[0]}.{capability[1]}",
-                f"a GPU for {self.kernel.target.arch}",
-                "plan with target=Target.detect(device)",
-                UnsupportedError,
-            )
-            require(
-                not torch.cuda.is_current_stream_capturing(),
-                "plan",
-                f"not loaded on cuda:{index} yet, while a CUDA graph is captured",
-                "a plan that was made, or run once, on that device before",
-                "plan before the capture",
-                CompileError,
-            )
-            anchor = torch.zeros(16, dtype=torch.uint8, device=f"cuda:{index}")
-            self._load(index, anchor)
-            self._anchors[index] = (anchor, properties.multi_processor_count)
-        return self._anchors[index]
-
-    def _load(self, index: int, anchor: torch.Tensor) -> None:
-        """Load the code, so that the first ``run`` may be captured: a launch for no request, which reads no operand."""
+    def _idle(self, address: int) -> tuple[int, ...]:
+        """Arguments of a launch for no request, which loads the code and reads no operand."""
         found = dict.fromkeys(MIXED_DECODE_ARGUMENTS, 0)
-        found["records"] = anchor.data_ptr()
+        found["records"] = address
         found["page_stride"] = found["head_stride"] = self.spec.page.bytes
         found["ctas"] = 1
-        self._launch(index, anchor, tuple(found.values()))
+        return tuple(found.values())
 
     def __str__(self) -> str:
         return f"{self.spec}\n{self.kernel.schedule}; {self.kernel.target}\n{self.report}"

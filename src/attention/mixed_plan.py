@@ -137,7 +137,7 @@ class MixedPlan(AttentionPlan):
                 self._bound.clear()
             self._bound[seen] = arguments
         if arguments is not None:
-            self._launch(q.get_device(), arguments)
+            self._loaded.launch(q.get_device(), arguments)
 
     def _bind_mixed(
         self,
@@ -174,7 +174,7 @@ class MixedPlan(AttentionPlan):
             "a CUDA tensor",
             "move the operands to a Hopper GPU",
         )
-        processors = self._device(q.get_device())[1]
+        processors = self._loaded.processors(q.device)
         found = dict.fromkeys(MIXED_ARGUMENTS, 0)
         _take(found, "q", q, spec.packed)
         written = self._check_rows("out", out, spec.heads, spec.out_dtype)
@@ -219,7 +219,7 @@ class MixedPlan(AttentionPlan):
         most = max(1, SECTION_BYTES // max(size, 1))
         return max(n for n in range(1, spec.kv_heads + 1) if spec.kv_heads % n == 0 and n <= most)
 
-    def _idle(self, anchor: torch.Tensor) -> tuple[int, ...]:
+    def _idle(self, address: int) -> tuple[int, ...]:
         """Arguments of a launch for no request, which loads the code and reads no operand."""
         spec = self.spec
         found = dict.fromkeys(MIXED_ARGUMENTS, 0)
@@ -228,7 +228,7 @@ class MixedPlan(AttentionPlan):
                 found[f"{name}_{step}"] = spec.head_dim
         # A tensor map's address and steps are looked at even where nothing is read.
         for name in ("q", "k", "v", "records", "delta", "q_mean", "out_scale"):
-            found[name] = anchor.data_ptr()
+            found[name] = address
         for name in ("record_page", "record_head", "delta_page", "delta_head", "delta_term"):
             found[name] = 1024
         found["mean_groups"] = found["record_pages"] = 1

@@ -13,10 +13,11 @@ import torch
 
 from epicute.attention.arguments import ARGUMENTS
 from epicute.attention.build import AttentionKernel, kernel_for
+from epicute.attention.launch import Loaded
 from epicute.attention.schedule import AttentionSchedule
 from epicute.attention.spec import AttentionSpec
-from epicute.errors import ArgumentError, CompileError, UnsupportedError, require
-from epicute.jit import ObjectCache, Report, Target, compile
+from epicute.errors import ArgumentError, require
+from epicute.jit import ObjectCache, Report, Target
 
 __all__ = ["AttentionPlan", "plan_attention"]
 
@@ -101,15 +102,10 @@ class AttentionPlan:
         self, kernel: AttentionKernel, cache: ObjectCache | None = None, index: int | None = None
     ) -> None:
         self.kernel = kernel
-        self._compiled = compile(kernel, cache=cache)
-        self.report: Report = self._compiled.report
-        self._anchors: dict[int, tuple[torch.Tensor, int]] = {}
+        self._loaded = Loaded(kernel, kernel.target, self._idle, cache)
+        self.report: Report = self._loaded.report
         self._bound: dict[Any, tuple[int, ...] | None] = {}
-        if (
-            index is not None
-            and torch.cuda.get_device_capability(index) == kernel.target.capability
-        ):
-            self._device(index)
+        self._loaded.prepare(index)
 
     @property
     def spec(self) -> AttentionSpec:
@@ -169,7 +165,7 @@ class AttentionPlan:
                 self._bound.clear()
             self._bound[seen] = arguments
         if arguments is not None:
-            self._launch(q.get_device(), arguments)
+            self._loaded.launch(q.get_device(), arguments)
 
     def _bind(
         self,
@@ -189,7 +185,7 @@ class AttentionPlan:
             "a CUDA tensor",
             "move q, k and v to a Hopper GPU; without one, use epicute.models' CPU backend",
         )
-        processors = self._device(q.get_device())[1]
+        processors = self._loaded.processors(q.device)
         found = dict.fromkeys(ARGUMENTS, 0)
         _take(found, "q", q, spec.packed)
         written = self._check_rows("out", out, spec.heads, spec.out_dtype)
@@ -218,14 +214,6 @@ class AttentionPlan:
         found["section"] = self._section(keys, batch)
         return tuple(found.values())
 
-    def _launch(self, index: int, arguments: tuple[int, ...]) -> None:
-        anchor = self._anchors[index][0]
-        if index == torch.cuda.current_device():
-            self._compiled(anchor, arguments)
-        else:
-            with torch.cuda.device(index):
-                self._compiled(anchor, arguments)
-
     def _section(self, keys: Rows, batch: int) -> int:
         """KV heads whose keys and values fit in L2 together: a divisor of them all."""
         spec = self.spec
@@ -235,40 +223,14 @@ class AttentionPlan:
         most = max(1, SECTION_BYTES // max(size, 1))
         return max(n for n in range(1, spec.kv_heads + 1) if spec.kv_heads % n == 0 and n <= most)
 
-    def _device(self, index: int) -> tuple[torch.Tensor, int]:
-        """What tells the launcher the device, and the device's SMs."""
-        if index not in self._anchors:
-            properties = torch.cuda.get_device_properties(index)
-            capability = (properties.major, properties.minor)
-            require(
-                capability == self.kernel.target.capability,
-                "q.device",
-                f"{properties.name}, compute capability {capability[0]}.{capability[1]}",
-                f"a GPU for {self.kernel.target.arch}",
-                "plan with target=Target.detect(device)",
-                UnsupportedError,
-            )
-            require(
-                not torch.cuda.is_current_stream_capturing(),
-                "plan",
-                f"not loaded on cuda:{index} yet, while a CUDA graph is captured",
-                "a plan that was made for that device, or run once on it, before",
-                f"plan_attention(spec, device={index})",
-                CompileError,
-            )
-            anchor = torch.zeros(4, dtype=torch.int32, device=f"cuda:{index}")
-            self._anchors[index] = (anchor[:1], properties.multi_processor_count)
-            self._launch(index, self._idle(anchor))
-        return self._anchors[index]
-
-    def _idle(self, anchor: torch.Tensor) -> tuple[int, ...]:
+    def _idle(self, address: int) -> tuple[int, ...]:
         """Arguments of a launch for no request, which loads the code and reads no operand."""
         found = dict.fromkeys(ARGUMENTS, 0)
         for name in ("q", "k", "v"):
-            found[name] = anchor.data_ptr()
+            found[name] = address
             for step in ("row", "head", "batch"):
                 found[f"{name}_{step}"] = self.spec.head_dim
-        found["out_scale"] = anchor.data_ptr()
+        found["out_scale"] = address
         found["clusters"], found["section"] = 1, self.spec.kv_heads
         return tuple(found.values())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -137,7 +138,7 @@ class Rule:
 
     argument: str
     expected: str
-    holds: Callable[[AttentionSpec], bool]
+    holds: Callable[[Any], bool]
     reason: str
 
 
@@ -191,14 +192,17 @@ LEGALITY = (
 
 def unsupported(spec: AttentionSpec, target: Target | None = None) -> str | None:
     """Why there is no kernel for ``spec``, or None where there is one."""
-    for rule in LEGALITY:
+    return refusal(LEGALITY, spec, target)
+
+
+def refusal(rules: tuple[Rule, ...], spec: Any, target: Target | None) -> str | None:
+    """The first rule that ``spec`` breaks, or that the target is not Hopper; None where there is neither."""
+    for rule in rules:
         if not rule.holds(spec):
             got = getattr(spec, rule.argument)
             return f"{rule.argument}: got {got}, expected {rule.expected}: {rule.reason}"
     if target is not None and target.capability != (9, 0):
-        return (
-            f"target: got {target.arch}, expected sm_90a: the kernels are built on Hopper's WGMMA"
-        )
+        return f"target: got {target.arch}, expected sm_90a: the kernels are built for Hopper"
     return None
 
 

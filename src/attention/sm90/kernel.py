@@ -112,7 +112,7 @@ class HopperAttention:
 
     @cute.jit
     def __call__(self, anchor: cute.Tensor, arguments: Any, stream: Any) -> None:
-        """Launch. ``anchor``: any int32 on the device, which tells the launcher the device; ``arguments``: see
+        """Launch. ``anchor``: any memory on the device, which tells the launcher the device; ``arguments``: see
         ``ARGUMENTS``.
         """
         spec = self.spec
