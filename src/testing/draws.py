@@ -19,6 +19,7 @@ from epicute.epilogues import (
     ColumnVector,
     Composition,
     Counter,
+    Matrix,
     Maximum,
     Operand,
     Output,
@@ -40,6 +41,11 @@ CANDIDATES = (8, 16, 24, 32, 64, 72, 96, 128, 160, 192, 200, 256, 320)
 
 COMPILED = (72, 96, 160, 192, 200, 256)
 """Column counts that are tried where each costs a compile; two of them are used."""
+
+SMALLEST_FACTOR = 2.0**-60
+"""Factors of rows and columns are at least that large, or 0: smaller ones leave float32's range when a policy
+multiplies two of them first, which tells of the format and not of the policy.
+"""
 
 Draw = Callable[[tuple[int, ...]], st.SearchStrategy[Any]]
 
@@ -190,6 +196,8 @@ def _operand(
     values = draw(strategies.matrices(shape, limit=limit, spread=2))
     if isinstance(kind, Partials):
         values = values * values
+    if not isinstance(kind, Matrix):
+        values = np.where(np.abs(values) < SMALLEST_FACTOR, 0.0, values).astype(values.dtype)
     return torch.from_numpy(values).to(kind.dtype)
 
 
