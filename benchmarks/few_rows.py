@@ -2,7 +2,9 @@
 
 A row is one projection with a BF16 store, as its peers have it, or (``variant`` ``chain``) the four of a layer with the
 epilogues that hand one to the next, each kernel started while the one before runs. ``stream-read`` reads the bytes of
-our packed weight and does nothing with them: what any kernel takes that is launched for them alone.
+our packed weight and does nothing with them: what any kernel takes that is launched for them alone. From 16 rows on
+``ours-sync`` and ``ours-wgmma`` are the same weights by either MMA, each with its best schedule; ``ours`` is the one
+that a plan takes.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from benchmarks.stream import reading
 from benchmarks.table import Row, Table
 from benchmarks.timing import Run, Timer, copies_for
 from epicute.decode import kernel_for
-from epicute.decode.geometry import RECORD_BYTES, TILES
+from epicute.decode.geometry import MMAS, RECORD_BYTES, TILES
+from epicute.decode.model import choose
 from epicute.decode.schedule import bucket_of
 from epicute.decode.spec import WeightForm
 from epicute.epilogues import Composition, Dequantize, ResidualAdd, Store, SwiGLU, compose
@@ -52,6 +55,9 @@ FORMATS = ("int4", "fp8", "bf16")
 BITS = {"int4": 4, "fp8": 8, "bf16": 16}
 GROUP = 128
 LAYERS = ("qkv", "o", "gate_up", "down")
+BOTH_FORMS = 16
+"""Rows of x from which both MMAs are timed."""
+
 STORE = Store(BF16)
 
 
@@ -67,13 +73,19 @@ def records_of(composition: Composition, weights: str, n: int, k: int) -> Record
     return Records.of(rows, k, BITS[weights], group, False, TILES, RECORD_BYTES)
 
 
-def kernel_of(composition: Composition, weights: str, n: int, k: int, m: int) -> Any:
-    """The kernel of the bucket of M; of a smaller one where that has none."""
+def kernel_of(
+    composition: Composition, weights: str, n: int, k: int, m: int, mma: str | None = None
+) -> Any:
+    """The kernel of the bucket of M; of a smaller one where that has none. ``mma``: by that one alone."""
     scale = BF16 if weights == "int4" else None
     form = WeightForm(weights, n, k, records_of(composition, weights, n, k), scale)
     for rows in (bucket_of(m), 32):
         try:
-            return kernel_for(composition, form, rows, target=DEFAULT_TARGET)
+            found = kernel_for(composition, form, rows, target=DEFAULT_TARGET)
+            if mma is None:
+                return found
+            schedule = choose(found.spec.problem, rows, found.target, mma=mma)
+            return kernel_for(composition, form, rows, target=DEFAULT_TARGET, schedule=schedule)
         except UnsupportedError:
             continue
     raise UnsupportedError(f"{composition.title}: no kernel for {m} rows")
@@ -113,6 +125,10 @@ class Few:
     def records(self) -> Records:
         """Of the packed weight."""
         return records_of(self.composition, self.weights, self.N, self.K)
+
+    def kernel(self, mma: str | None = None) -> Any:
+        """What serves its M."""
+        return kernel_of(self.composition, self.weights, self.N, self.K, self.M, mma)
 
     @property
     def bytes(self) -> int:
@@ -177,9 +193,12 @@ class Few:
         return torch.cat(parts, dim=1)
 
 
-def ours(found: Few) -> Run:
-    """epicute's few-row kernel, all copies admitted beforehand."""
-    plan = epicute.decode.plan_few_rows(found.composition, found.packed[0], max_rows=found.M)
+def ours(found: Few, mma: str | None = None) -> Run:
+    """epicute's few-row kernel, all copies admitted beforehand. ``mma``: the best with that one."""
+    schedule = None if mma is None else found.kernel(mma).spec.schedule
+    plan = epicute.decode.plan_few_rows(
+        found.composition, found.packed[0], max_rows=found.M, schedule=schedule
+    )
     device = found.options.device
     out = [torch.full((found.M, found.N), torch.nan, dtype=BF16, device=device)]
     out = clones(out[0], found.copies)
@@ -323,6 +342,9 @@ def measure(found: Few | Chain, session: Session) -> list[Row]:
         session.add("ours", partial(ours, found), check)
         session.add("cublas-bf16", partial(cublas, found), check)
         names.append("cublas-bf16")
+        for mma in MMAS if found.M >= BOTH_FORMS else ():
+            session.add(f"ours-{mma}", partial(ours, found, mma), check)
+            names.append(f"ours-{mma}")
         if isinstance(found.quantized, QuantizedInt4) and found.K % GROUP == 0:
             codes, scale = found.quantized.codes, found.quantized.scales
             for name, build in int4_peers.PEERS.items():
@@ -350,8 +372,9 @@ def kernels(options: Options) -> Iterator[Any]:
         for found in cases(options):
             parts = [found] if isinstance(found, Few) else found.parts.values()
             for part in parts:
-                sizes = (part.N, part.K, part.M)
-                yield kernel_of(part.composition, part.weights, *sizes)
+                yield part.kernel()
+                if part is found and part.M >= BOTH_FORMS:
+                    yield from (part.kernel(mma) for mma in MMAS)
 
     return once(described())
 

@@ -5,12 +5,13 @@ tiles. A **tile** is what a composition's epilogue needs together: one band, or 
 cluster of CTAs works on one tile at a time, each CTA on its share of the records along k; in a CTA eight warps share a
 record:
 
-    bits     rows of a warp   shares of a record's k        warp w
-    4, 8     32               4                             rows 32 (w % 2), share w // 2
-    16       16               2                             rows 16 (w % 4), share w // 4
+    MMA      bits     rows of a warp   shares of a record's k        warp w
+    sync     4, 8     32               4                             rows 32 (w % 2), share w // 2
+    sync     16       16               2                             rows 16 (w % 4), share w // 4
+    wgmma    any      16               2                             rows 16 (w % 4), share w // 4
 
 A share is a range of whole segments: 64 k, or the 128 of a group. Neither depends on the number of rows of x, so that
-the order in which a sum is added does not.
+the order in which a sum is added does not. With ``wgmma`` four warps are a warpgroup, and their rows its 64.
 
 The functions are integer algebra alone and run on int, on NumPy arrays and on DSL integers alike.
 """
@@ -21,10 +22,11 @@ from math import gcd
 from typing import Any
 
 from epicute.epilogues.resolve import Block, Resolved, ResolvedRange
-from epicute.layouts import BLOCK, Record
+from epicute.layouts import BLOCK, Record, operand_position
 
 __all__ = [
     "BAND",
+    "MMAS",
     "RECORD_BYTES",
     "TILES",
     "WARPS",
@@ -32,6 +34,7 @@ __all__ = [
     "epilogue_task",
     "epilogue_tasks",
     "lane_blocks",
+    "operand_place",
     "partial_place",
     "pitch_of",
     "segment_blocks",
@@ -58,15 +61,21 @@ WARPS = 8
 VECTOR = 8
 """16-bit elements of a 16-byte vector of activations."""
 
+MMAS = ("sync", "wgmma")
+"""Instructions that multiply: ``mma.sync`` of a warp, and the warpgroup's with A in registers, B in shared memory."""
 
-def warp_rows(bits: int) -> int:
+OPERAND_ROW = 2 * BLOCK
+"""Bytes of a row of a block as WGMMA reads it: of the 128-byte swizzle."""
+
+
+def warp_rows(bits: int, mma: str = "sync") -> int:
     """Rows of a record that one warp multiplies: with more of them, fewer reads of the same activations."""
-    return 16 if bits == 16 else 32
+    return 16 if bits == 16 or mma == "wgmma" else 32
 
 
-def shares_of(bits: int) -> int:
+def shares_of(bits: int, mma: str = "sync") -> int:
     """Into how many shares the warps cut a record's k."""
-    return WARPS * warp_rows(bits) // BAND
+    return WARPS * warp_rows(bits, mma) // BAND
 
 
 def segment_blocks(record: Record) -> int:
@@ -96,6 +105,17 @@ def vector_place(row: Any, vector: Any, rows: int, run: int) -> Any:
     else:
         lane, half = within % 4, within // 4
     return ((vector // 8 * (rows // 8) + row // 8) * 2 + half) * 32 + row % 8 * 4 + lane
+
+
+def operand_place(row: Any, vector: Any, word: Any, rows: int, run: int) -> Any:
+    """Where word ``word`` (< 4, two adjacent k) of a vector of row ``row`` of x stands for WGMMA, in bytes.
+
+    Blocks of 64 k, in them the rows, in them k in the order of the fragments of A (``operand_position``), 16-byte
+    chunks exchanged by the 128-byte swizzle. Four rows' blocks fill a warp's stores without a bank conflict.
+    """
+    position = operand_position(vector % 8 * VECTOR + 2 * word, run)
+    chunk = (position // 8) ^ (row % 8)
+    return (vector // 8 * rows + row) * OPERAND_ROW + chunk * 16 + position % 8 * 2
 
 
 def pitch_of(tile: int) -> int:

@@ -8,19 +8,15 @@ NumPy, and nothing is compiled.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
-from weakref import WeakKeyDictionary
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from epicute.decode.binding import Operands
-from epicute.decode.schedule import (
-    BUCKETS,
-    FewRowSchedule,
-    bucket_of,
-    clusters_of,
-    expected_microseconds,
-)
+from epicute.decode.model import expected_microseconds
+from epicute.decode.schedule import BUCKETS, FewRowSchedule, bucket_of, clusters_of
 from epicute.decode.spec import FewRowKernel, WeightForm, kernel_for
 from epicute.epilogues.composition import Composition, check_operands, compose
 from epicute.epilogues.policy import Policy
@@ -35,6 +31,9 @@ __all__ = ["MOST_ROWS", "FewRowsPlan", "plan_few_rows"]
 
 MOST_ROWS = 256
 """Rows of x that ``run`` takes: beyond, the large GEMM on dequantised weights is faster."""
+
+REMEMBERED = 256
+"""Calls whose checks are kept."""
 
 CALL = "plan_few_rows(composition, packed)"
 
@@ -123,6 +122,15 @@ def plan_few_rows(
     return found
 
 
+class Bound(NamedTuple):
+    """What a call's checks found: rows of x; of a launch its function, its arguments and the gain's address."""
+
+    rows: int
+    function: Any = None
+    arguments: tuple[int, ...] = ()
+    gain: int = 0
+
+
 class FewRowsPlan:
     """Compiled kernels and what their operands must be. Make one with ``plan_few_rows``.
 
@@ -151,16 +159,31 @@ class FewRowsPlan:
         self._functions: dict[int, Any] = {}
         self._devices: dict[int, int] = {}
         self._chosen: dict[int, int] = {}
+        self._scaled = "weight_scale" in spec.resolved.kinds
+        self._bound: dict[Any, Bound] = {}
+        self._seen: WeakSet[FragmentPacked] = WeakSet()
         # Whether a weight is known to be in memory: True, or the event behind which it is.
         self._ready: WeakKeyDictionary[FragmentPacked, Any] = WeakKeyDictionary()
 
     def compile(self) -> FewRowsPlan:
         """Compile or load all kernels; returns the plan. A plan for a weight on a GPU has done so."""
-        for rows, kernel in self.kernels.items():
+        for rows in self.kernels:
             if rows not in self._functions:
-                compiled = compile(kernel, cache=self._cache)
+                compiled = self._compiled(rows)
                 self._functions[rows], self.reports[rows] = compiled.function, compiled.report
         return self
+
+    def _compiled(self, rows: int) -> Any:
+        """A kernel's code. Where half of an SM's registers do not suffice, its CTAs have an SM to themselves."""
+        kernel = self.kernels[rows]
+        schedule = kernel.spec.schedule
+        try:
+            return compile(kernel, cache=self._cache)
+        except CompileError:
+            if schedule.resident == 1:
+                raise
+        self.kernels[rows] = kernel.scheduled(replace(schedule, resident=1))
+        return compile(self.kernels[rows], cache=self._cache)
 
     def rows_of(self, m: int) -> int:
         """Rows at a time of the kernel that serves M = ``m``: what the model of the GPU expects to be fastest."""
@@ -199,43 +222,66 @@ class FewRowsPlan:
 
         Raises ArgumentError, naming the operand, before the launch.
         """
+        scale = getattr(packed, "scale", None)  # what is no weight is refused below
+        if self._scaled and scale is not None:
+            operands.setdefault("weight_scale", scale)
+        # The checks are functions of these alone: tensors like those of a call before need no other.
+        try:
+            seen = (
+                packed.data.get_device(),
+                *operands,
+                *[
+                    (t.data_ptr(), t.shape, t.stride(), t.dtype, t.get_device())
+                    for t in (x, *operands.values())
+                ],
+            )
+        except (AttributeError, RuntimeError, TypeError):
+            found = self._bind(x, packed, operands)
+        else:
+            known = self._bound.get(seen) if packed in self._seen else None
+            found = self._bind(x, packed, operands) if known is None else known
+            if known is None:
+                if len(self._bound) >= REMEMBERED:
+                    self._bound.clear()
+                self._bound[seen] = found
+                self._seen.add(packed)
+        if found.rows == 0:
+            return
+        device = x.get_device()
+        if device < 0:
+            self._evaluate(x, packed, operands.pop("norm_gain", None), operands)
+            return
+        arguments = (*found.arguments, self._early(packed), found.gain)
+        if device == torch.cuda.current_device():
+            found.function(packed.data, arguments)
+        else:
+            with torch.cuda.device(device):
+                found.function(packed.data, arguments)
+
+    def _bind(self, x: torch.Tensor, packed: FragmentPacked, operands: dict[str, Any]) -> Bound:
+        """Check everything, and collect what a launch takes."""
         check_x(x, "run(x, packed, **operands)")
-        if not isinstance(packed, FragmentPacked) or packed not in self._ready:
+        if not isinstance(packed, FragmentPacked) or packed not in self._seen:
             self._check_packed(packed)
-        kinds = self._spec.resolved.kinds
-        if packed.scale is not None and "weight_scale" in kinds:
-            operands.setdefault("weight_scale", packed.scale)
-        gain = operands.pop("norm_gain", None)
-        check_scaled(cast(Any, packed), operands, kinds)
-        check_operands(self._composition, operands)
+        given = dict(operands)
+        gain = given.pop("norm_gain", None)
+        check_scaled(cast(Any, packed), given, self._spec.resolved.kinds)
+        check_operands(self._composition, given)
         if packed.device != x.device:
             raise wrong(
                 "packed.data", packed.data, f"x's device, {x.device}", "packed.to(x.device)"
             )
-        arguments = self._operands.bind(x, gain, operands)
+        found = self._operands.bind(x, gain, given)
         m = x.shape[0]
         require(m <= MOST_ROWS, "x", f"{m} rows", f"at most {MOST_ROWS}", "use epicute.gemm.plan")
-        if m == 0:
-            return
-        if x.device.type == "cpu":
-            self._evaluate(x, packed, gain, operands)
-            return
-        self._launch(x, packed, arguments, gain)
-
-    def _launch(self, x: torch.Tensor, packed: FragmentPacked, found: list[int], gain: Any) -> None:
+        if m == 0 or x.device.type == "cpu":
+            return Bound(m)
         multiprocessors = self._device(x.device)
-        m = x.shape[0]
         rows = self._chosen.get(m) or self._chosen.setdefault(m, self.rows_of(m))
         spec = self.kernels[rows].spec
         found[3] = min(clusters_of(multiprocessors, spec.schedule.cluster), spec.problem.tiles)
-        early = self._early(packed)
-        arguments = (*found, early, 0 if gain is None else gain.data_ptr())
-        function = self._functions[rows]
-        if x.device.index == torch.cuda.current_device():
-            function(packed.data, arguments)
-        else:
-            with torch.cuda.device(x.device.index):
-                function(packed.data, arguments)
+        address = 0 if gain is None else gain.data_ptr()
+        return Bound(m, self._functions[rows], tuple(found), address)
 
     def _early(self, packed: FragmentPacked) -> int:
         """1 where the weight is known to be in memory.

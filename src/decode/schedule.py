@@ -1,18 +1,17 @@
 """What a few-row kernel is asked to do, and how it goes about it.
 
-A schedule's ``cluster`` and ``conversion`` decide in which order a sum is added and how it is rounded; nothing else
-does. With them fixed, a row has the same bits whatever else is in its batch.
+A schedule's ``mma``, ``cluster`` and ``conversion`` decide in which order a sum is added and how it is rounded; nothing
+else does. With them fixed, a row has the same bits whatever else is in its batch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 
 import torch
 
-from epicute.decode.geometry import BAND, pitch_of, shares_of
-from epicute.errors import UnsupportedError, require
+from epicute.decode.geometry import BAND, MMAS, pitch_of, shares_of, warp_rows
+from epicute.errors import require
 from epicute.jit import Target
 from epicute.layouts import Record, Records
 
@@ -23,9 +22,7 @@ __all__ = [
     "FewRowSchedule",
     "Shared",
     "bucket_of",
-    "choose",
     "clusters_of",
-    "expected_microseconds",
 ]
 
 BUCKETS = (8, 16, 32, 64)
@@ -34,37 +31,25 @@ BUCKETS = (8, 16, 32, 64)
 CLUSTERS = (1, 2, 4, 8)
 CONVERSIONS = ("sums", "registers", "bias")
 
+LINE = 128
+ATOM = 1024
+"""Bytes of eight rows of the 128-byte swizzle."""
+
+WARP = 32
 STAGED = 2
 """Buffers of staged operands."""
 
-BARRIERS = 6
-"""Barriers beside the ring's: of the sums, and of the staged operands."""
+BARRIERS = 2 * STAGED
+"""Barriers of the staged operands; each buffer of sums has two more."""
 
-IN_FLIGHT = 48 << 10
-"""Bytes of weights that may be under way to an SM: beyond, activations queue behind them."""
+HELD = {"sync": 96, "wgmma": 160}
+"""Registers of a thread for sums that are held while x is read; of ``wgmma``, those of products under way too."""
 
-RING = 96 << 10
-"""Bytes of the ring where there is room."""
+WIDEST = 8
+"""Tiles held together, at most: each has code of its own."""
 
-FEWEST_SLOTS = 3
 RESERVED = 1024
 """Bytes that each CTA takes beside what it asks for."""
-
-REFERENCE_SMS = 132
-STREAM = 4.4e6
-"""Bytes of weights that all SMs read together, per microsecond."""
-
-PER_SM = 60e3
-"""Bytes that one SM reads per microsecond with ``IN_FLIGHT`` under way."""
-
-PRODUCTS = {8: 91e3, 16: 85e3, 32: 75e3, 64: 38e3}
-"""Weights that one SM multiplies per microsecond, by rows of x: conversion decides, then the tensor cores."""
-
-INGRESS = 100e3
-"""Bytes that one SM takes in per microsecond from L2 and memory together."""
-
-EXCHANGE = {1: 0.0, 2: 0.4, 4: 0.6, 8: 0.9}
-"""Microseconds at the end of a kernel for the exchange of sums in a cluster."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +114,15 @@ class FewRowSchedule:
         chunks: records' worth of x along k that shared memory holds. Where that is all of a CTA's share, x is read
             once; else it is read again for every band.
         conversion: how INT4 codes become numbers (see ``sm90.convert``): ``"sums"``, ``"registers"`` or ``"bias"``.
+            With ``mma`` ``"wgmma"`` always ``"registers"``: the others would be one more product for each.
         resident: CTAs on an SM, 1 or 2: with 2, that of the next kernel loads weights beside this one's.
         evict_first: whether weights leave L2 before anything else does.
         late: start the next kernel when this one's last weights are under way, not at once. Slower: CTAs of one kernel
             then crowd some SMs and leave others idle, which is what tests of the ring want.
+        wide: tiles whose sums a CTA holds in registers while it goes once along k, where x is read again for each: x is
+            read that many times less. sums: of their partial sums that are exchanged at once.
+        mma: ``"sync"``, each warp by itself with `mma.sync`, or ``"wgmma"``, two warpgroups with the weights as the
+            register operand of `wgmma`, from the same packed bytes.
     """
 
     rows: int
@@ -144,6 +134,9 @@ class FewRowSchedule:
     resident: int = 1
     evict_first: bool = True
     late: bool = False
+    mma: str = "sync"
+    wide: int = 1
+    sums: int = 1
 
     def check(self, problem: FewRowProblem, target: Target) -> None:
         """Raise ArgumentError unless the schedule fits problem and target."""
@@ -153,9 +146,17 @@ class FewRowSchedule:
             ("cluster", CLUSTERS),
             ("conversion", CONVERSIONS),
             ("resident", (1, 2)),
+            ("mma", MMAS),
         ):
             got = getattr(self, name)
             require(got in choices, f"schedule.{name}", repr(got), f"one of {choices}", fix)
+        require(
+            self.mma == "sync" or self.conversion == "registers",
+            "schedule.conversion",
+            repr(self.conversion),
+            "'registers' with mma 'wgmma': offsets of sums would cost it a second product",
+            "write replace(schedule, conversion='registers')",
+        )
         along = problem.records.along
         require(
             self.cluster <= along,
@@ -179,6 +180,21 @@ class FewRowSchedule:
             f"1 to {most}, the records along k of a CTA",
             fix,
         )
+        limit = most_wide(problem, self)
+        require(
+            1 <= self.wide <= limit and (self.wide == 1 or self.chunks < most),
+            "schedule.wide",
+            f"{self.wide}, {self.chunks} of {most} chunks of x held",
+            f"1 to {limit}, beyond 1 where x is read again",
+            fix,
+        )
+        require(
+            1 <= self.sums <= self.wide,
+            "schedule.sums",
+            self.sums,
+            f"1 to {self.wide}, the tiles held",
+            fix,
+        )
         size, limit = Shared(problem, self).size, room(target, self.resident)
         require(
             size <= limit,
@@ -196,7 +212,8 @@ class FewRowSchedule:
     def __str__(self) -> str:
         return (
             f"{self.rows} rows, cluster of {self.cluster}, {self.slots} slots, {self.in_flight} in flight, "
-            f"{self.chunks} chunks of x, {self.conversion}, {self.resident} to an SM"
+            f"{self.chunks} chunks of x, {self.wide} tiles wide, {self.mma}, {self.conversion}, "
+            f"{self.resident} to an SM"
         )
 
 
@@ -218,7 +235,12 @@ class Shared:
     @property
     def x(self) -> int:
         """Start of the activations."""
-        return self.slot * self.schedule.slots
+        return _rounded(self.slot * self.schedule.slots, self.alignment)
+
+    @property
+    def alignment(self) -> int:
+        """Bytes that the whole, and the activations in it, start at a multiple of: of WGMMA's swizzle."""
+        return ATOM if self.schedule.mma == "wgmma" else LINE
 
     @property
     def chunk(self) -> int:
@@ -233,13 +255,17 @@ class Shared:
     @property
     def senders(self) -> int:
         """Partial sums of one sum."""
-        return shares_of(self.problem.record.bits) * self.schedule.cluster
+        return shares_of(self.problem.record.bits, self.schedule.mma) * self.schedule.cluster
+
+    @property
+    def exchange(self) -> int:
+        """Bytes of one tile's partial sums."""
+        return _rounded(4 * self.senders * self.schedule.owned * pitch_of(self.problem.tile))
 
     @property
     def floats(self) -> int:
         """Start of the staged float32."""
-        count = self.senders * self.schedule.owned * pitch_of(self.problem.tile)
-        return self.sums + _rounded(4 * count)
+        return self.sums + self.exchange * self.schedule.sums
 
     @property
     def float_count(self) -> int:
@@ -266,11 +292,21 @@ class Shared:
     @property
     def size(self) -> int:
         """Bytes of all."""
-        return self.barriers + _rounded(8 * (2 * self.schedule.slots + BARRIERS))
+        count = 2 * self.schedule.slots + BARRIERS + 2 * self.schedule.sums
+        return self.barriers + _rounded(8 * count)
 
 
-def _rounded(size: int) -> int:
-    return -(-size // 128) * 128
+def _rounded(size: int, unit: int = LINE) -> int:
+    return -(-size // unit) * unit
+
+
+def most_wide(problem: FewRowProblem, schedule: FewRowSchedule) -> int:
+    """Tiles whose sums fit the registers; 1 where a tile is several bands."""
+    if problem.bands > 1 or schedule.resident > 1:
+        return 1
+    registers = schedule.rows * warp_rows(problem.record.bits, schedule.mma) // WARP
+    taken = schedule.rows if schedule.mma == "wgmma" else 0
+    return min(max((HELD[schedule.mma] - taken) // registers, 1), WIDEST)
 
 
 def room(target: Target, resident: int) -> int:
@@ -289,76 +325,3 @@ def clusters_of(multiprocessors: int, cluster: int) -> int:
 def bucket_of(rows: int) -> int:
     """The smallest bucket that holds ``rows`` of x, the largest where none does."""
     return next((b for b in BUCKETS if rows <= b), BUCKETS[-1])
-
-
-@lru_cache(maxsize=1024)
-def choose(
-    problem: FewRowProblem, rows: int, target: Target, invariant: bool = False
-) -> FewRowSchedule:
-    """A legal schedule for ``rows`` of x (a bucket), by a model of the H200.
-
-    Args:
-        invariant: choose what orders and rounds sums alike for all buckets.
-
-    Raises UnsupportedError where no schedule fits: units or heads too wide for so many rows.
-    """
-    judged = 32 if invariant else rows
-    conversion = "registers" if invariant or rows > 16 else "sums"
-    found = []
-    for cluster in CLUSTERS:
-        if cluster <= problem.records.along:
-            mine = _fitted(problem, FewRowSchedule(rows, cluster, conversion=conversion), target)
-            like = _fitted(problem, FewRowSchedule(judged, cluster, conversion=conversion), target)
-            if mine is not None:
-                found.append((expected_microseconds(problem, like or mine), cluster, mine))
-    require(
-        bool(found),
-        "composition",
-        f"units of {problem.unit} rows, {rows} rows of x",
-        f"sums and operands that fit {target.smem_per_block} B of shared memory",
-        "use fewer rows, or a projection for each range of columns",
-        UnsupportedError,
-    )
-    return min(found, key=lambda entry: entry[:2])[2]
-
-
-def _fitted(
-    problem: FewRowProblem, schedule: FewRowSchedule, target: Target
-) -> FewRowSchedule | None:
-    """With ring and activations of the best sizes there is room for."""
-    slot = Shared(problem, schedule).slot
-    whole = problem.chunks(schedule.cluster)
-    flight = max((IN_FLIGHT + slot // 2) // slot, 1)
-    wanted = max(RING // slot, FEWEST_SLOTS)
-    for resident, chunks, least in ((2, whole, flight + 1), (1, whole, flight), (1, 0, flight)):
-        if resident == 2 and (schedule.rows > 16 or problem.held > 16):
-            continue  # they would not fit the registers
-        tried = replace(
-            schedule, resident=resident, slots=max(least, FEWEST_SLOTS), chunks=chunks or 1
-        )
-        left = room(target, resident) - Shared(problem, tried).size
-        if left < 0:
-            continue
-        more = left // Shared(problem, tried).chunk if chunks == 0 else 0
-        tried = replace(tried, chunks=min(tried.chunks + more, whole))
-        left = room(target, resident) - Shared(problem, tried).size
-        slots = min(tried.slots + max(left - 256, 0) // slot, max(wanted, tried.slots))
-        return replace(tried, slots=slots, in_flight=min(flight, slots))
-    return None
-
-
-def expected_microseconds(problem: FewRowProblem, schedule: FewRowSchedule) -> float:
-    """What a kernel is expected to take on the reference GPU, launch apart."""
-    record, cluster = problem.record, schedule.cluster
-    rounds = -(-problem.tiles // clusters_of(REFERENCE_SMS, cluster))
-    chunks = problem.chunks(cluster)
-    records = rounds * problem.bands * chunks
-    weights = records * record.size
-    whole = schedule.chunks >= chunks
-    x = (1 if whole else rounds * problem.bands) * chunks * record.depth * schedule.rows * 2
-    products = records * record.rows * record.depth / PRODUCTS[schedule.rows]
-    slowest = max(weights / PER_SM, products, (weights + x) / INGRESS)
-    # While x comes in, the ring fills; beyond, and wherever x is read again, nothing is multiplied.
-    ring = schedule.slots * record.size / PER_SM if whole else 0.0
-    exposed = max(x / INGRESS - ring, 0.0)
-    return max(problem.records.nbytes / STREAM, slowest) + exposed + EXCHANGE[cluster]

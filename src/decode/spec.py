@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from epicute.decode.geometry import RECORD_BYTES, TILES, tile_rows
-from epicute.decode.schedule import BUCKETS, FewRowProblem, FewRowSchedule, Shared, choose
+from epicute.decode.model import choose
+from epicute.decode.schedule import BUCKETS, FewRowProblem, FewRowSchedule, Shared
 from epicute.epilogues.composition import Composition, compose
 from epicute.epilogues.policy import Policy
 from epicute.epilogues.resolve import Resolved, resolve
@@ -75,7 +76,8 @@ class FewRowSpec:
         """What profilers show: ``epicute_few_int4_bf16_8_Dequantize_Store``."""
         short = {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.problem.dtype]
         title = re.sub(r"\W+", "_", self.resolved.composition.title).strip("_")
-        return f"epicute_few_{self.format}_{short}_{self.schedule.rows}_{title}"
+        form = {"sync": "", "wgmma": "wgmma_"}[self.schedule.mma]
+        return f"epicute_few_{self.format}_{short}_{self.schedule.rows}_{form}{title}"
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,8 @@ class FewRowKernel:
                 ("resident", schedule.resident),
                 ("evict_first", schedule.evict_first),
                 ("late", schedule.late),
+                ("mma", schedule.mma),
+                ("wide", (schedule.wide, schedule.sums)),
             ),
             sources=(modules_digest(*MODULES),),
             target=self.target,

@@ -21,6 +21,9 @@ from epicute.decode import (
     pack_few_rows,
     plan_few_rows,
 )
+from epicute.decode.geometry import RECORD_BYTES, TILES
+from epicute.decode.model import choose
+from epicute.decode.spec import WeightForm
 from epicute.epilogues import (
     Bias,
     Columns,
@@ -43,12 +46,13 @@ from epicute.epilogues import (
 from epicute.epilogues.operands import Cells, Operand, PartialsOutput
 from epicute.gemm.readers import reader
 from epicute.jit import DEFAULT_TARGET
-from epicute.layouts import CHANNEL
+from epicute.layouts import CHANNEL, Records
 from epicute.weights import DTYPES, FragmentPacked, Quantized, QuantizedInt4
 from tests.gemm.device import Output, embed, embed_rows, unchanged, whole
 from tests.gemm.jobs import PAGE_SIZE, compare, drawn
 from tests.ptx import Kernel, ptx_of
 
+BITS = {"int4": 4, "fp8": 8, "bf16": 16, "fp16": 16}
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 
 
@@ -60,6 +64,7 @@ class Few:
         composition, n, k, format, x_dtype: what is multiplied. group, zeros, scale_dtype: of int4.
         rows: of x at a time. exact: whether the policies' results have the interpreter's bits.
         changes: of the chosen schedule. gain: whether x is multiplied by one. invariant: batch-invariant.
+        mma: the only one to choose a schedule with.
     """
 
     composition: Composition
@@ -75,6 +80,7 @@ class Few:
     gain: bool = False
     invariant: bool = False
     changes: tuple[tuple[str, Any], ...] = ()
+    mma: str | None = None
 
     def __str__(self) -> str:
         changes = "".join(f"-{name}{value}" for name, value in self.changes)
@@ -85,7 +91,8 @@ class Few:
         )
         x = str(self.x_dtype).removeprefix("torch.")
         title = self.composition.title.replace(" ", "")
-        return f"{title[:40]}-{self.n}x{self.k}-{kind}-{x}-{self.rows}{changes}"
+        form = "" if self.mma is None else f"-{self.mma}"
+        return f"{title[:40]}-{self.n}x{self.k}-{kind}-{x}-{self.rows}{form}{changes}"
 
     def quantized(self, seed: int = 1, exact: bool = True, device: str = "cpu") -> Quantized:
         """A weight: whole numbers with scales of powers of two where ``exact``."""
@@ -127,24 +134,43 @@ class Few:
         return self.kernel().spec.schedule
 
 
+def form_of(case: Few) -> WeightForm:
+    """What its weight will be packed in."""
+    rows, bits = case.composition.row_order(case.n).rows, BITS[case.format]
+    group, scale = (case.group, case.scale_dtype) if bits == 4 else (0, None)
+    records = Records.of(rows, case.k, bits, group, case.zeros, TILES, RECORD_BYTES)
+    return WeightForm(case.format, case.n, case.k, records, scale)
+
+
 @cache
 def _kernel(case: Few) -> FewRowKernel:
-    packed = packed_of(case)
+    packed = form_of(case)
     options = {"x_dtype": case.x_dtype, "gain": case.gain, "batch_invariant": case.invariant}
     found = kernel_for(case.composition, packed, case.rows, target=DEFAULT_TARGET, **options)
+    if case.mma is not None:
+        problem = found.spec.problem
+        chosen = choose(problem, case.rows, DEFAULT_TARGET, case.invariant, case.mma)
+        found = found.scheduled(chosen)
     if not case.changes:
         return found
     wanted = replace(found.spec.schedule, **dict(case.changes))
     most = found.spec.problem.chunks(wanted.cluster)
     wanted = replace(wanted, chunks=min(wanted.chunks, most))
+    if "wide" not in dict(case.changes):
+        wanted = replace(wanted, wide=1, sums=1)
     return kernel_for(
         case.composition, packed, case.rows, target=DEFAULT_TARGET, schedule=wanted, **options
     )
 
 
-@cache
 def packed_of(case: Few) -> FragmentPacked:
-    """The exact weight on the CPU."""
+    """The exact weight on the CPU, packed once for all schedules."""
+    plain = {"rows": 8, "gain": False, "invariant": False, "changes": (), "mma": None}
+    return _packed(replace(case, **plain))
+
+
+@cache
+def _packed(case: Few) -> FragmentPacked:
     return pack_few_rows(case.quantized(), case.composition)
 
 
@@ -200,7 +226,7 @@ class FewJob:
         for spec in case.kernel().spec.layout.operands:
             sizes: dict[Any, Any] = {
                 "M": self.m,
-                "pages": self.m // PAGE_SIZE + 3,
+                "pages": -(-self.m // PAGE_SIZE) + 2,
                 "page_size": PAGE_SIZE,
             }
             shape = [int(sizes.get(d, d)) for d in spec.shape]
@@ -290,7 +316,7 @@ class FewJob:
             cluster=cluster,
             parameters={0: struct.pack("<Q", self.packed.data.data_ptr())},
             shared=kernel.shared_memory + 1024,
-            **options,
+            **{"early": [self.packed.data] if arguments[-2] else (), **options},
         )
         self.check(wanted)
 

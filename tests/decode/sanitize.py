@@ -31,6 +31,13 @@ def cases() -> list[Few]:
     found.append(Few(dequantized(PLAIN), 72, 600, "fp8", 32))
     found.append(Few(PLAIN, 72, 600, "bf16", 64, BF16))
     found.append(Few(PLAIN, 72, 603, "fp16", 8, FP16, gain=True))
+    forms = (("mma", "wgmma"), ("conversion", "registers"), ("slots", 3), ("in_flight", 2))
+    composition, n, exact = chains(1600)["residual"]
+    for rows, cluster in ((16, 2), (64, 1)):
+        changes = (*forms, ("chunks", 1), ("cluster", cluster))
+        found.append(Few(composition, n, 1600, rows=rows, exact=exact, changes=changes))
+    changes = (*forms, ("chunks", 1), ("cluster", 1), ("resident", 1), ("wide", 2), ("sums", 1))
+    found.append(Few(composition, 64 * 300, 1100, rows=16, exact=exact, changes=changes))
     return found
 
 

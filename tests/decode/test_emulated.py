@@ -5,11 +5,13 @@ Warps and copies take turns at random under a seed, and shared memory is watched
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 
+from epicute.decode.geometry import MMAS
 from epicute.decode.schedule import CONVERSIONS
 from epicute.epilogues import Store, compose
 from epicute.layouts import CHANNEL
@@ -24,6 +26,7 @@ PLAIN = compose(Store(FP32))
 
 def few(name: str = "store", k: int = 600, **options: Any) -> Few:
     composition, n, exact = chains(k)[name]
+    options.setdefault("mma", "sync")
     if options.get("format") == "fp8":
         composition = dequantized(composition)
     return Few(composition, n, k, exact=exact, **options)
@@ -31,6 +34,13 @@ def few(name: str = "store", k: int = 600, **options: Any) -> Few:
 
 def changed(**changes: Any) -> tuple[tuple[str, Any], ...]:
     return tuple(changes.items())
+
+
+def formed(mma: str, **changes: Any) -> tuple[tuple[str, Any], ...]:
+    """Changes that make a kernel multiply with ``mma``; none beside those asked for where it does so by itself."""
+    if mma == "wgmma":
+        changes |= {"mma": mma, "conversion": "registers"}
+    return changed(**changes)
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, CHANNEL])
@@ -42,6 +52,16 @@ def test_iw_04_iw_06_int4_in_every_way(group: int, zeros: bool, conversion: str)
     options = {"scale_dtype": scale, "changes": changed(conversion=conversion)}
     case = few(group=group, zeros=zeros, x_dtype=x_dtype, **options)
     FewJob(case, 3).emulate(clusters=2, seed=group)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, CHANNEL])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_iw_04_iw_06_int4_by_wgmma(group: int, zeros: bool) -> None:
+    """Batches that end a group or do not, shares of a record that differ (k of 600), either half."""
+    x_dtype = FP16 if zeros == (group in (32, 128)) else BF16
+    options = {"scale_dtype": BF16 if group == 64 else FP16, "changes": formed("wgmma")}
+    case = few(group=group, zeros=zeros, x_dtype=x_dtype, rows=16, **options)
+    FewJob(case, 15).emulate(clusters=2, seed=group)
 
 
 @pytest.mark.parametrize("conversion", CONVERSIONS)
@@ -88,19 +108,20 @@ def test_iw_10_large_sums_that_cancel(slices: bool) -> None:
 
 
 @pytest.mark.parametrize("format", ["fp8", "bf16", "fp16"])
-@pytest.mark.parametrize("rows", [8, 32])
-def test_eight_and_sixteen_bits(format: str, rows: int) -> None:
+@pytest.mark.parametrize(("rows", "mma"), [(8, "sync"), (32, "sync"), (16, "wgmma"), (32, "wgmma")])
+def test_eight_and_sixteen_bits(format: str, rows: int, mma: str) -> None:
     for x_dtype in (BF16, FP16) if format == "fp8" else ({"bf16": BF16, "fp16": FP16}[format],):
-        case = few(format=format, rows=rows, x_dtype=x_dtype)
+        case = few(format=format, rows=rows, x_dtype=x_dtype, changes=formed(mma))
         FewJob(case, rows - 3).emulate(clusters=2, seed=rows)
 
 
-def test_all_fp8_codes() -> None:
+@pytest.mark.parametrize("mma", MMAS)
+def test_all_fp8_codes(mma: str) -> None:
     """Every finite E4M3 number, subnormal ones too, alone in a column of K."""
     patterns = torch.arange(256, dtype=torch.uint8)
     patterns[[0x7F, 0xFF]] = 0
     for x_dtype in (BF16, FP16):
-        case = Few(compose(Store(FP32)), 256, 64, "fp8", x_dtype=x_dtype)
+        case = Few(compose(Store(FP32)), 256, 64, "fp8", x_dtype=x_dtype, changes=formed(mma))
         codes = torch.zeros(256, 64, dtype=torch.uint8)
         codes[torch.arange(256), torch.arange(256) % 64] = patterns
         from dataclasses import replace
@@ -124,6 +145,32 @@ def test_compositions(name: str, seed: int | None) -> None:
     FewJob(case, rows - 3, seed=7).emulate(clusters=2, seed=seed)
 
 
+@pytest.mark.parametrize(
+    ("name", "rows", "format", "cluster"),
+    [
+        ("residual", 64, "int4", 2),
+        ("residual.fp8", 32, "fp8", 2),
+        ("swiglu", 32, "int4", 1),
+        ("swiglu.fp8", 16, "bf16", 1),
+        ("qkv.128", 32, "int4", 2),
+        ("qkv.128.fp8", 16, "fp8", 1),
+        ("qkv.64.norm", 16, "int4", 2),
+    ],
+)
+def test_compositions_on_wgmmas_sums(name: str, rows: int, format: str, cluster: int) -> None:
+    """Sums stand where ``mma.sync`` leaves them, so that all that follows is the same."""
+    changes = formed("wgmma", cluster=cluster, slots=3, in_flight=2, chunks=1)
+    case = few(name, format=format, rows=rows, changes=changes)
+    FewJob(case, rows - 3, seed=7).emulate(clusters=2, seed=rows)
+
+
+@pytest.mark.parametrize(("rows", "m"), [(8, 1), (16, 1), (16, 17), (32, 33), (64, 64)])
+def test_rows_by_wgmma(rows: int, m: int) -> None:
+    """Fewer than the columns of an MMA, all of them, and tiles of rows."""
+    case = few(rows=rows, changes=formed("wgmma"))
+    FewJob(case, m).emulate(clusters=2, seed=m)
+
+
 @pytest.mark.parametrize("m", [1, 8, 9, 17])
 def test_rows_beyond_a_tile_are_tiles_of_their_own(m: int) -> None:
     FewJob(few("residual", rows=8), m).emulate(clusters=2, seed=m)
@@ -137,9 +184,63 @@ def test_clusters_and_rows(rows: int, cluster: int) -> None:
         128,
         4200,
         rows=rows,
+        mma="sync",
         changes=changed(cluster=cluster, chunks=1, slots=3, in_flight=2),
     )
     FewJob(case, rows - 1).emulate(clusters=2, seed=cluster)
+
+
+@pytest.mark.parametrize("cluster", [1, 4])
+@pytest.mark.parametrize("rows", [16, 64])
+def test_clusters_and_rows_by_wgmma(rows: int, cluster: int) -> None:
+    changes = formed("wgmma", cluster=cluster, chunks=1, slots=3, in_flight=2)
+    FewJob(Few(PLAIN, 128, 2100, rows=rows, changes=changes), rows - 1).emulate(
+        clusters=2, seed=cluster
+    )
+
+
+@pytest.mark.parametrize(
+    ("mma", "format", "rows", "cluster", "wide", "sums"),
+    [
+        ("wgmma", "int4", 64, 1, 3, 1),
+        ("wgmma", "int4", 16, 2, 4, 3),
+        ("wgmma", "bf16", 32, 2, 2, 2),
+        ("sync", "int4", 16, 1, 3, 2),
+        ("sync", "fp8", 32, 2, 2, 1),
+    ],
+)
+def test_tiles_that_are_held_while_x_is_read(
+    mma: str, format: str, rows: int, cluster: int, wide: int, sums: int
+) -> None:
+    """Groups of tiles of which the last is not whole, several copies of x, sums exchanged some at a time."""
+    composition, _, exact = chains(1100)["residual"]
+    if format == "fp8":
+        composition = dequantized(composition)
+    most = {"int4": 512, "fp8": 256, "bf16": 128}[format]
+    changes = formed(
+        mma,
+        cluster=cluster,
+        chunks=1 if format == "int4" else 2,
+        slots=3,
+        in_flight=2,
+        resident=1,
+        wide=wide,
+        sums=sums,
+        conversion="registers",
+    )
+    k = cluster * most * (1 if format == "int4" else 2) + 76
+    case = Few(composition, 64 * 2 * (wide + 1) - 5, k, format, rows, exact=exact, changes=changes)
+    FewJob(case, rows - 3).emulate(clusters=2, seed=rows, races=rows < 64)
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_nothing_that_wgmma_reads_is_unordered(cluster: int) -> None:
+    """Copies of x between products, seen by the asynchronous proxy; slots given back while products still run."""
+    changes = formed("wgmma", cluster=cluster, slots=3, in_flight=2, chunks=1)
+    for seed in range(2):
+        FewJob(few("residual", k=1600, rows=16, changes=changes), 13, seed).emulate(
+            seed=seed, races=True
+        )
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
@@ -159,27 +260,29 @@ def test_nothing_staged_is_unordered(name: str) -> None:
 
 
 def test_a_gain_is_taken_up_on_the_way_in() -> None:
-    for rows, chunks in ((8, 2), (16, 1)):
-        case = few(gain=True, rows=rows, changes=changed(chunks=chunks))
+    for rows, chunks, mma in ((8, 2, "sync"), (16, 1, "sync"), (16, 1, "wgmma")):
+        case = few(gain=True, rows=rows, changes=formed(mma, chunks=chunks))
         FewJob(case, rows).emulate(seed=2)
 
 
 def test_k_that_ends_inside_of_a_vector() -> None:
     for format, x_dtype in (("int4", BF16), ("fp16", FP16), ("fp8", BF16)):
         FewJob(few(k=603, format=format, x_dtype=x_dtype), 3).emulate()
+    FewJob(few(k=603, rows=16, changes=formed("wgmma")), 16).emulate()
 
 
-def test_iw_11_a_row_has_the_same_bits_in_any_batch() -> None:
-    """Random data, sums that round: rows 0 to 2 alone, and beside others in every bucket, with batch invariance."""
+@pytest.mark.parametrize("mma", MMAS)
+def test_iw_11_a_row_has_the_same_bits_in_any_batch(mma: str) -> None:
+    """Random data, sums that round: a row alone, and beside others in every bucket, with what orders sums fixed."""
     found = []
-    for rows, m in ((8, 1), (8, 3), (16, 16), (32, 21), (64, 64)):
-        case = few(k=1100, rows=rows, invariant=True)
+    buckets = {"sync": ((8, 1), (8, 3), (16, 16), (32, 21), (64, 64)), "wgmma": ((8, 1), (16, 3))}
+    for rows, m in (*buckets[mma], (32, 32), (64, 40))[: 5 if mma == "sync" else 4]:
+        changes = formed(mma, **({"cluster": 1} if mma == "wgmma" else {}))
+        case = few(k=1100, rows=rows, invariant=True, changes=changes)
         job = FewJob(case, m, seed=5)
         generator = torch.Generator().manual_seed(9)
         x = torch.randn(64, case.k, generator=generator).to(BF16)
         job.x.copy_(x[:m])
-        from contextlib import suppress
-
         with suppress(
             AssertionError
         ):  # the sums round, so that the exact comparison does not apply
@@ -190,5 +293,6 @@ def test_iw_11_a_row_has_the_same_bits_in_any_batch() -> None:
 
 
 def test_every_instruction_is_known() -> None:
-    for case in (few("qkv.128"), few("swiglu.fp8", format="fp8"), few("residual", rows=64)):
+    wide = few("residual", rows=64, changes=formed("wgmma"))
+    for case in (few("qkv.128"), few("swiglu.fp8", format="fp8"), few("residual", rows=64), wide):
         assert unknown(emulated(case).program) == []

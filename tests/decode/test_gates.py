@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -69,6 +70,7 @@ def covering() -> Iterator[Few]:
                 zeros=zeros,
                 x_dtype=x_dtype,
                 changes=changes,
+                mma="sync",
             )
     for format in ("fp8", "bf16", "fp16"):
         for rows in (8, 64):
@@ -78,16 +80,40 @@ def covering() -> Iterator[Few]:
     yield layer("8B", "qkv", "int4", 8, gain=True)
 
 
+WGMMA = (("mma", "wgmma"), ("conversion", "registers"))
+
+
+WIDE = (*WGMMA, ("wide", 2), ("sums", 1), ("chunks", 1), ("resident", 1), ("cluster", 1))
+
+
+def by_wgmma() -> Iterator[Few]:
+    """Every format and number of rows from 16 on, the kinds of groups, sums of several tiles held."""
+    for rows, group, zeros in ((16, 32, True), (32, CHANNEL, False), (64, 64, True)):
+        options = {"group": group, "zeros": zeros, "x_dtype": BF16 if zeros else FP16}
+        yield Few(compose(Store(BF16)), 4096, 4096, rows=rows, changes=WGMMA, **options)
+    for name, format, rows in (
+        ("qkv", "int4", 16),
+        ("gate_up", "int4", 64),
+        ("gate_up", "fp8", 32),
+        ("o", "bf16", 64),
+    ):
+        yield layer("8B", name, format, rows, changes=WGMMA)
+    wide = (*WGMMA, ("wide", 3), ("chunks", 1), ("cluster", 4))
+    yield layer("8B", "qkv", "int4", 64, changes=wide)
+
+
 def published() -> Iterator[Few]:
     for shape in SHAPES:
         for name in ("qkv", "o", "gate_up", "down"):
             for format in ("int4", "fp8", "bf16"):
                 for rows in BUCKETS:
                     yield layer(shape, name, format, rows)
+                    if rows > 8:
+                        yield layer(shape, name, format, rows, mma="wgmma")
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("case", list(covering()), ids=str)
+@pytest.mark.parametrize("case", [*covering(), *by_wgmma()], ids=str)
 def test_covering_set(case: Few, record_property: Callable[[str, object], None]) -> None:
     gate(case, record_property)
 
@@ -125,10 +151,20 @@ def reachable(program: Program, over: str) -> set[int]:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("name", ["residual", "qkv.128"])
-def test_weights_alone_are_read_before_the_kernel_before_is_done(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("residual", ()),
+        ("qkv.128", ()),
+        ("residual", WGMMA),
+        ("qkv.128", WGMMA),
+        ("residual", WIDE),
+    ],
+    ids=["residual", "qkv", "residual.wgmma", "qkv.wgmma", "residual.wide"],
+)
+def test_weights_alone_are_read_before_the_kernel_before_is_done(name: str, changes: Any) -> None:
     composition, n, _ = chains(576)[name]
-    program = emulated(Few(composition, n, 576)).program
+    program = emulated(Few(composition, n, 576, rows=16, changes=changes)).program
     free = reachable(program, "griddepcontrol.wait")
     copies = [i for i, x in enumerate(program.code) if x.opcode.startswith("cp.async.bulk.shared")]
     assert copies
@@ -163,6 +199,36 @@ def test_the_cache_hint_reaches_the_code() -> None:
             x for x in emulated(hinted).program.code if x.opcode.startswith("cp.async.bulk.shared")
         ]
         assert [x.opcode.endswith("L2::cache_hint") for x in copies] == [hint] * len(copies)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("format", ["int4", "bf16"])
+def test_products_are_begun_behind_a_fence_and_read_behind_a_wait(format: str) -> None:
+    """A fence before each group of products, none left open, and sums touched by nothing else between."""
+    composition, n, _ = chains(576)["residual"]
+    program = emulated(Few(composition, n, 576, format, rows=32, changes=WGMMA)).program
+    groups: list[set[str]] = []
+    begun: set[str] = set()
+    fenced, products = False, 0
+    for x in program.code:
+        names = set(re.findall(r"%[a-z]+\d+", " ".join(x.operands)))
+        if x.name != "wgmma":
+            for under_way in (*groups, begun):
+                assert not names & under_way, x
+        elif x.parts[0] == "fence":
+            fenced = True
+        elif x.parts[0] == "mma_async":
+            assert fenced, x
+            products += 1
+            begun |= set(re.findall(r"%[a-z]+\d+", x.operands[0]))
+        elif x.parts[0] == "commit_group":
+            groups, begun, fenced = [*groups, begun], set(), False
+        else:
+            pending = int(x.operands[0])
+            groups = groups[len(groups) - pending :] if pending else []
+    assert products
+    assert not groups
+    assert not begun
 
 
 @pytest.mark.compile

@@ -9,11 +9,14 @@ from hypothesis import strategies as st
 
 from epicute.decode.geometry import (
     BAND,
+    MMAS,
+    OPERAND_ROW,
     WARPS,
     block_rows,
     epilogue_task,
     epilogue_tasks,
     lane_blocks,
+    operand_place,
     partial_place,
     pitch_of,
     segment_blocks,
@@ -25,7 +28,7 @@ from epicute.decode.geometry import (
     warp_rows,
 )
 from epicute.epilogues.resolve import resolve
-from epicute.layouts import CHANNEL, GROUPS, Records, lane_k
+from epicute.layouts import CHANNEL, GROUPS, Records, fragment_cell, lane_k
 from tests.decode.cases import chains
 from tests.epilogues.compositions import compositions
 
@@ -64,6 +67,41 @@ def test_a_warp_reads_activations_without_bank_conflicts(run: int) -> None:
     assert (vector_place(rows, vectors, 8, run) == lanes).all()
 
 
+@pytest.mark.parametrize("run", [8, 16])
+@pytest.mark.parametrize("rows", [8, 16, 32, 64])
+def test_words_of_activations_stand_where_wgmma_reads_them(run: int, rows: int) -> None:
+    """By the hardware's rules: the 128-byte swizzle of addresses, and k of the register that meets a position."""
+    blocks = 2
+    row, vector, word = np.meshgrid(
+        np.arange(rows), np.arange(8 * blocks), np.arange(4), indexing="ij"
+    )
+    places = operand_place(row, vector, word, rows, run)
+    assert sorted(places.ravel()) == list(range(0, rows * blocks * OPERAND_ROW, 4))
+    held = np.full((rows * blocks * 64, 2), -1)
+    for half in range(2):
+        k = vector * 8 + 2 * word + half
+        held[places // 2 + half] = np.stack([row, k], -1)
+    for block in range(blocks):
+        for step in range(4):
+            for position in range(16):
+                lane, register, half = position % 8 // 2, position // 8 * 2, position % 2
+                _, k = fragment_cell(lane, step, register, half, run)
+                for m in range(rows):
+                    offset = m * OPERAND_ROW + step * 32 + position * 2
+                    offset ^= (offset >> 7 & 7) << 4
+                    found = held[(block * rows * OPERAND_ROW + offset) // 2]
+                    assert tuple(found) == (m, block * 64 + k)
+
+
+@pytest.mark.parametrize("run", [8, 16])
+@pytest.mark.parametrize("first", [0, 4, 12])
+def test_a_warp_stores_activations_for_wgmma_without_bank_conflicts(run: int, first: int) -> None:
+    lanes = np.arange(32)
+    for word in range(4):
+        places = operand_place(first + lanes // 8, lanes % 8, word, 16, run)
+        assert len(set(places // 4 % 32)) == 32
+
+
 @given(st.sampled_from(BITS), st.sampled_from([0, CHANNEL, *GROUPS]), st.integers(1, 5000))
 def test_shares_of_a_record_are_whole_groups_and_all_of_it(bits: int, group: int, k: int) -> None:
     group = group if bits == 4 else 0
@@ -73,17 +111,22 @@ def test_shares_of_a_record_are_whole_groups_and_all_of_it(bits: int, group: int
     wide = record.group if record.group in GROUPS else 1
     assert blocks * 64 % min(wide, blocks * 64) == 0
     assert wide <= blocks * 64
-    shares = [share_of(i, shares_of(bits), segments_of(record)) for i in range(shares_of(bits))]
-    found = [s for first, end in shares for s in range(first, end)]
-    assert found == list(range(segments_of(record)))
+    for mma in MMAS:
+        count = shares_of(bits, mma)
+        shares = [share_of(i, count, segments_of(record)) for i in range(count)]
+        found = [s for first, end in shares for s in range(first, end)]
+        assert found == list(range(segments_of(record)))
 
 
+@pytest.mark.parametrize("mma", MMAS)
 @pytest.mark.parametrize("bits", BITS)
-def test_warps_cover_rows_and_shares(bits: int) -> None:
-    parts = WARPS // shares_of(bits)
+def test_warps_cover_rows_and_shares(bits: int, mma: str) -> None:
+    parts = WARPS // shares_of(bits, mma)
     found = {(w % parts, w // parts) for w in range(WARPS)}
     assert len(found) == WARPS
-    assert parts * warp_rows(bits) == BAND
+    assert parts * warp_rows(bits, mma) == BAND
+    if mma == "wgmma":  # a share is a warpgroup's, its warps in the order of the MMA's rows
+        assert [(w % parts, w // parts) for w in range(4)] == [(w, 0) for w in range(4)]
 
 
 @given(

@@ -11,6 +11,7 @@ import torch
 
 import epicute
 from epicute.decode import FewRowsPlan, pack_few_rows, plan_dequantize, plan_few_rows
+from epicute.decode.geometry import MMAS
 from epicute.decode.schedule import BUCKETS, CONVERSIONS
 from epicute.epilogues import ResidualAdd, Store, compose
 from epicute.layouts import CHANNEL
@@ -37,17 +38,23 @@ PLAIN = compose(Store(FP32))
 LAYERS = ("qkv", "o", "gate_up", "down")
 
 
+FORMS = [(rows, mma) for rows in BUCKETS for mma in MMAS]
+"""Rows of x at a time, and what multiplies them."""
+
+WGMMA = (("mma", "wgmma"), ("conversion", "registers"))
+
+
 def check(case: Few, m: int, seed: int = 0) -> None:
     FewJob(case, m, seed, DEVICE).run(planned(case, DEVICE))
 
 
 @pytest.mark.parametrize("name", chains(600))
-@pytest.mark.parametrize("rows", [8, 16, 32])
-def test_compositions(name: str, rows: int) -> None:
+@pytest.mark.parametrize(("rows", "mma"), FORMS[:6])
+def test_compositions(name: str, rows: int, mma: str) -> None:
     composition, n, exact = chains(600)[name]
     rows = 8 if name == "qkv.80" else rows
     for m in (1, rows - 3, rows):
-        check(Few(composition, n, 600, rows=rows, exact=exact), m)
+        check(Few(composition, n, 600, rows=rows, exact=exact, mma=mma), m)
 
 
 @pytest.mark.parametrize("conversion", CONVERSIONS)
@@ -59,26 +66,66 @@ def test_iw_04_iw_06_int4_in_every_way(conversion: str, group: int) -> None:
         check(case, 5)
 
 
+@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("group", [32, 64, 128, CHANNEL])
+def test_iw_04_iw_06_int4_by_wgmma(rows: int, group: int) -> None:
+    for zeros, x_dtype in ((False, BF16), (True, BF16), (True, FP16)):
+        case = Few(
+            PLAIN, 72, 600, rows=rows, group=group, zeros=zeros, x_dtype=x_dtype, mma="wgmma"
+        )
+        for m in (1, rows - 1):
+            check(case, m)
+
+
 @pytest.mark.parametrize("format", ["fp8", "bf16", "fp16"])
-@pytest.mark.parametrize("rows", BUCKETS)
-def test_eight_and_sixteen_bits(format: str, rows: int) -> None:
+@pytest.mark.parametrize(("rows", "mma"), FORMS)
+def test_eight_and_sixteen_bits(format: str, rows: int, mma: str) -> None:
     composition = dequantized(PLAIN) if format == "fp8" else PLAIN
-    x_dtype = FP16 if format == "fp16" else BF16
-    check(Few(composition, 200, 1000, format, rows, x_dtype), rows - 1)
+    for x_dtype in (BF16, FP16):
+        if format in ("fp8", {BF16: "bf16", FP16: "fp16"}[x_dtype]):
+            check(Few(composition, 200, 1000, format, rows, x_dtype, mma=mma), rows - 1)
 
 
-@pytest.mark.parametrize("rows", BUCKETS)
+@pytest.mark.parametrize(("rows", "mma"), FORMS)
 @pytest.mark.parametrize("cluster", [1, 2, 4, 8])
-def test_clusters(rows: int, cluster: int) -> None:
+def test_clusters(rows: int, mma: str, cluster: int) -> None:
     changes = (("cluster", cluster), ("chunks", 1), ("slots", 3), ("in_flight", 2))
-    check(Few(PLAIN, 640, 4200, rows=rows, changes=changes), rows - 2)
+    check(Few(PLAIN, 640, 4200, rows=rows, mma=mma, changes=changes), rows - 2)
+
+
+@pytest.mark.parametrize("mma", MMAS)
+@pytest.mark.parametrize(
+    ("rows", "cluster", "wide", "sums"),
+    [(16, 1, 3, 1), (16, 2, 3, 3), (32, 4, 3, 2), (32, 8, 2, 1), (64, 8, 1, 1), (64, 1, 3, 1)],
+)
+def test_tiles_that_are_held_while_x_is_read(
+    mma: str, rows: int, cluster: int, wide: int, sums: int
+) -> None:
+    """More tiles than the clusters have at once, groups that are not whole, several copies of x."""
+    if mma == "sync" and rows == 64:
+        wide = 1
+    changes = (
+        ("cluster", cluster),
+        ("chunks", 1),
+        ("slots", 3),
+        ("in_flight", 2),
+        ("resident", 1),
+        ("wide", wide),
+        ("sums", sums),
+        ("conversion", "registers"),
+    )
+    composition = ResidualAdd() >> Store(BF16)
+    case = Few(composition, 64 * 300 - 5, 512 * 2 * cluster, rows=rows, mma=mma, changes=changes)
+    for m in (rows - 3, 2 * rows + 1):
+        check(case, m)
 
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("format", ["int4", "fp8", "bf16"])
-def test_published_layers(name: str, format: str) -> None:
-    for shape, rows in (("SmolLM2", 8), ("1B", 16), ("8B", 32)):
-        case = layer(shape, name, format, rows)
+@pytest.mark.parametrize("mma", MMAS)
+def test_published_layers(name: str, format: str, mma: str) -> None:
+    for shape, rows in (("SmolLM2", 8), ("1B", 16), ("8B", 32), ("8B", 64))[: 3 + (mma == "wgmma")]:
+        case = layer(shape, name, format, rows, mma=mma)
         FewJob(case, rows - 1, device=DEVICE).run(planned(case, DEVICE))
 
 
@@ -113,27 +160,30 @@ def random(case: Few, m: int, positive: bool, seed: int = 3) -> tuple[Any, torch
 
 
 @pytest.mark.parametrize("positive", [False, True], ids=["mixed", "positive"])
-@pytest.mark.parametrize("conversion", CONVERSIONS)
+@pytest.mark.parametrize("conversion", [*CONVERSIONS, "wgmma"])
 @pytest.mark.parametrize("x_dtype", [BF16, FP16], ids=["bf16", "fp16"])
 def test_int4_against_float64(positive: bool, conversion: str, x_dtype: torch.dtype) -> None:
     """Where the offset's share is taken back after the sum, its rounding is left over."""
     for group, zeros in ((128, False), (32, True)):
-        changes = (("conversion", conversion),)
+        changes = WGMMA if conversion == "wgmma" else (("conversion", conversion),)
         case = Few(
             PLAIN, 1000, 4304, rows=16, x_dtype=x_dtype, group=group, zeros=zeros, changes=changes
         )
         packed, x, wanted = random(case, 13, positive)
         out = torch.full((13, 1000), torch.nan, device=DEVICE)
         planned(case, DEVICE).run(x, packed, out=out)
-        allowed = 2e-6 if conversion == "registers" else 2e-4 * (4 if x_dtype == FP16 else 1)
+        allowed = (
+            2e-6 if conversion in ("registers", "wgmma") else 2e-4 * (4 if x_dtype == FP16 else 1)
+        )
         assert_within(out.cpu(), wanted.cpu(), Budget(allowed, 10 * allowed))
 
 
 @pytest.mark.parametrize("format", ["fp8", "bf16", "fp16"])
-def test_other_formats_against_float64(format: str) -> None:
+@pytest.mark.parametrize("mma", MMAS)
+def test_other_formats_against_float64(format: str, mma: str) -> None:
     x_dtype = FP16 if format == "fp16" else BF16
     composition = dequantized(PLAIN) if format == "fp8" else PLAIN
-    case = Few(composition, 1000, 4304, format, 16, x_dtype)
+    case = Few(composition, 1000, 4304, format, 16, x_dtype, mma=mma)
     packed, x, wanted = random(case, 13, True)
     out = torch.full((13, 1000), torch.nan, device=DEVICE)
     planned(case, DEVICE).run(x, packed, out=out)
@@ -172,8 +222,14 @@ def test_iw_10_large_sums_that_cancel() -> None:
         assert not job.outputs["out"].tensor.any()
 
 
-def test_iw_11_a_row_has_the_same_bits_in_any_batch() -> None:
+@pytest.mark.parametrize("mma", MMAS)
+def test_iw_11_a_row_has_the_same_bits_in_any_batch(mma: str) -> None:
     plan, case = whole(True, 1000, 4304)
+    if mma == "wgmma":
+        changes = (*WGMMA, ("cluster", 2), ("chunks", 1))
+        some = [replace(case, rows=rows, changes=changes).kernel() for rows in BUCKETS]
+        plan = FewRowsPlan({k.spec.schedule.rows: k for k in some}, batch_invariant=True)
+        plan.compile()
     packed, x, _ = random(case, 256, False)
     rows = {}
     for m in (1, 2, 3, 9, 17, 31, 32, 33, 63, 64, 65, 70, 76, 128, 256):
@@ -214,17 +270,20 @@ def test_iw_01_two_hundred_times_the_same(m: int) -> None:
         assert int(wrong) == 0
 
 
-def square(n: int = 1024) -> tuple[FewRowsPlan, FragmentPacked, Few]:
+def square(n: int = 1024, mma: str | None = None) -> tuple[FewRowsPlan, FragmentPacked, Few]:
     """A projection whose output is the next one's input."""
     case = Few(ResidualAdd() >> Store(BF16), n, n, exact=False)
     packed = pack_few_rows(case.quantized(exact=False, device=DEVICE), case.composition)
+    if mma == "wgmma":
+        some = [replace(case, rows=rows, mma=mma).kernel() for rows in BUCKETS[1:]]
+        return FewRowsPlan({k.spec.schedule.rows: k for k in some}), packed, case
     return plan_few_rows(case.composition, packed, max_rows=16), packed, case
 
 
-@pytest.mark.parametrize("m", [1, 16])
-def test_a_chain_replayed_a_thousand_times_has_the_same_bits(m: int) -> None:
+@pytest.mark.parametrize(("m", "mma"), [(1, None), (16, None), (16, "wgmma"), (64, "wgmma")])
+def test_a_chain_replayed_a_thousand_times_has_the_same_bits(m: int, mma: str | None) -> None:
     """Each kernel reads weights while the one before still computes what it multiplies."""
-    plan, packed, case = square()
+    plan, packed, case = square(mma=mma)
     plan.admit(packed)
     generator = torch.Generator(DEVICE).manual_seed(1)
     x = torch.randn(m, case.n, generator=generator, device=DEVICE).to(BF16)
@@ -255,13 +314,16 @@ def test_a_chain_replayed_a_thousand_times_has_the_same_bits(m: int) -> None:
 
 @pytest.mark.parametrize("late", [False, True], ids=["first", "late"])
 @pytest.mark.parametrize("crowd", [1, 2])
-def test_the_rings_hand_over_a_hundred_thousand_times(late: bool, crowd: int) -> None:
+@pytest.mark.parametrize("mma", MMAS)
+def test_the_rings_hand_over_a_hundred_thousand_times(late: bool, crowd: int, mma: str) -> None:
     """``crowd`` CTAs of a kernel for each SM, the next kernel's start late or at once, a ring as small as it may be."""
     from epicute.decode import kernel_for
 
     plan, packed, case = square()
     schedule = plan.kernels[8].spec.schedule
     schedule = replace(schedule, cluster=1, chunks=2, slots=3, in_flight=2, late=late, resident=2)
+    if mma == "wgmma":
+        schedule = replace(schedule, **dict(WGMMA))
     kernel = kernel_for(case.composition, packed, 8, schedule=schedule)
     plan = FewRowsPlan({8: kernel})
     plan.admit(packed)
@@ -292,6 +354,19 @@ def test_the_rings_hand_over_a_hundred_thousand_times(late: bool, crowd: int) ->
         graph.replay()
         wrong += (torch.stack(steps) != wanted).sum()
     assert int(wrong) == 0
+
+
+@pytest.mark.parametrize("m", [16, 32, 64])
+def test_both_forms_give_the_same(m: int) -> None:
+    """Of the same packed bytes, on random data: apart by no more than the order of a sum."""
+    found = []
+    case = Few(PLAIN, 1000, 4304, rows=m, zeros=True, changes=(("conversion", "registers"),))
+    packed, x, _ = random(case, m, False)
+    for mma in MMAS:
+        out = torch.full((m, 1000), torch.nan, device=DEVICE)
+        planned(replace(case, mma=mma), DEVICE).run(x, packed, out=out)
+        found.append(out.cpu())
+    assert_within(found[0], found[1].double(), Budget(2e-6, 2e-5))
 
 
 def test_a_weight_that_was_just_written_is_waited_for() -> None:

@@ -92,7 +92,7 @@ def test_the_kernel_that_is_expected_to_be_fastest_serves() -> None:
 
 
 def test_rows_that_fit_no_kernel_are_served_in_smaller_tiles() -> None:
-    case = Few(qkv(2, 1, 128, 600, norm=True), 512, 600, exact=False)
+    case = Few(qkv(2, 1, 80, 600), 320, 600, exact=False)
     plan = planned(case)
     assert 64 not in plan.kernels
     assert plan.rows_of(64) == 32
@@ -101,7 +101,7 @@ def test_rows_that_fit_no_kernel_are_served_in_smaller_tiles() -> None:
 def test_one_schedule_orders_sums_for_all_rows() -> None:
     plan = planned(replace(PLAIN, k=4096), batch_invariant=True)
     schedules = [k.spec.schedule for k in plan.kernels.values()]
-    assert len({(s.cluster, s.conversion) for s in schedules}) == 1
+    assert len({(s.mma, s.cluster, s.conversion) for s in schedules}) == 1
 
 
 WRONG: list[tuple[Few, dict[str, Any], str]] = [
@@ -147,6 +147,49 @@ def test_outputs_may_not_lie_on_inputs() -> None:
     plan.run(x, packed, residual=other[:3], out=other[:3])  # the very matrix that is read
     both = torch.zeros(3, 1200, dtype=BF16)
     plan.run(x, packed, residual=both[:, :600], out=both[:, 600:])
+
+
+def test_what_was_checked_once_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors alike in place, shape, strides, dtype and device, of a weight that was seen; anything else is checked."""
+    plan, packed = planned(PLAIN), packed_of(PLAIN)
+    job = FewJob(PLAIN, 3)
+    out = job.outputs["out"].tensor
+    calls: list[int] = []
+    bind = FewRowsPlan._bind
+    monkeypatch.setattr(FewRowsPlan, "_bind", lambda *given: calls.append(1) or bind(*given))
+    wanted = job.expected()
+    for _ in range(3):
+        plan.run(job.x, packed, out=out)
+    assert len(calls) == 1
+    job.check(wanted)
+    out.zero_()
+    plan.run(job.x.view(3, 600), packed, out=out)
+    assert len(calls) == 1  # a view of the very same
+    job.check(wanted)
+    plan.run(job.x[:2], packed, out=out[:2])
+    assert len(calls) == 2
+    other = packed.to("cpu")
+    other = replace(other, data=other.data.clone())
+    plan.run(job.x, other, out=out)
+    assert len(calls) == 3  # a weight that was not seen
+    with pytest.raises(ArgumentError, match="unknown bias"):
+        plan.run(job.x, packed, out=out, bias=torch.zeros(72))
+    with pytest.raises(ArgumentError, match="out: "):
+        plan.run(job.x, packed, out=out.to(BF16))
+    with pytest.raises(ArgumentError, match="packed: "):
+        plan.run(job.x, packed_of(replace(PLAIN, k=664)), out=out)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="norm_gain"):
+            plan.run(job.x, packed, out=out, norm_gain=torch.ones(600))
+
+
+def test_the_memory_of_calls_has_an_end() -> None:
+    plan, packed = planned(PLAIN), packed_of(PLAIN)
+    x = torch.zeros(300, 600, dtype=BF16)
+    out = torch.empty(300, 72)
+    for i in range(260):
+        plan.run(x[i : i + 1], packed, out=out[i : i + 1])
+    assert 0 < len(plan._bound) <= 256
 
 
 def test_more_rows_than_it_is_for_are_refused() -> None:

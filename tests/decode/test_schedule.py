@@ -9,20 +9,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epicute.decode.geometry import RECORD_BYTES, TILES
+from epicute.decode.geometry import MMAS, RECORD_BYTES, TILES
+from epicute.decode.model import STREAM, choose, expected_microseconds, rounds_of
 from epicute.decode.schedule import (
     BUCKETS,
     FewRowProblem,
+    FewRowSchedule,
     Shared,
     bucket_of,
-    choose,
     clusters_of,
-    expected_microseconds,
+    most_wide,
     room,
 )
 from epicute.errors import ArgumentError, UnsupportedError
 from epicute.jit import DEFAULT_TARGET
 from epicute.layouts import CHANNEL, GROUPS, Records
+from epicute.models.shapes import SHAPES, projections
 
 
 @st.composite
@@ -38,16 +40,62 @@ def problems(draw: st.DrawFn) -> FewRowProblem:
 
 
 @settings(max_examples=300)
-@given(problems(), st.sampled_from(BUCKETS), st.booleans())
-def test_what_is_chosen_is_legal(problem: FewRowProblem, rows: int, invariant: bool) -> None:
+@given(problems(), st.sampled_from(BUCKETS), st.booleans(), st.sampled_from([None, *MMAS]))
+def test_what_is_chosen_is_legal(
+    problem: FewRowProblem, rows: int, invariant: bool, mma: str | None
+) -> None:
     try:
-        schedule = choose(problem, rows, DEFAULT_TARGET, invariant)
+        schedule = choose(problem, rows, DEFAULT_TARGET, invariant, mma)
     except UnsupportedError:
         assert rows * problem.tile > 32 * 64  # what fits no schedule is wide, and of many rows
         return
     schedule.check(problem, DEFAULT_TARGET)
     assert schedule.rows == rows
+    assert mma is None or schedule.mma == mma
     assert expected_microseconds(problem, schedule) > 0
+
+
+@settings(max_examples=200)
+@given(problems(), st.sampled_from(BUCKETS))
+def test_what_is_chosen_keeps_the_memory_busy(problem: FewRowProblem, rows: int) -> None:
+    """Enough bytes under way, no idle CTA of a cluster, and no form or cluster that the model takes to be faster."""
+    try:
+        schedule = choose(problem, rows, DEFAULT_TARGET)
+    except UnsupportedError:
+        return
+    size, ring = problem.record.size, Shared(problem, schedule)
+    assert min(schedule.in_flight * size, ring.x) >= min(36 << 10, 2 * size)
+    assert schedule.cluster <= problem.records.along
+    assert schedule.wide <= max(rounds_of(problem, schedule), 1)
+    best = expected_microseconds(problem, schedule)
+    forms = MMAS if rows > 16 else ("sync",)
+    for mma in forms:
+        try:
+            other = choose(problem, rows, DEFAULT_TARGET, mma=mma)
+        except UnsupportedError:
+            continue
+        assert best <= expected_microseconds(problem, other)
+
+
+@settings(max_examples=200)
+@given(problems(), st.sampled_from(BUCKETS), st.sampled_from(MMAS), st.sampled_from([1, 2, 4, 8]))
+def test_every_record_is_multiplied_once(
+    problem: FewRowProblem, rows: int, mma: str, cluster: int
+) -> None:
+    """Tiles dealt out over clusters, and groups of tiles held together, as the kernel walks them."""
+    cluster = min(cluster, problem.records.along)
+    schedule = FewRowSchedule(rows, cluster, conversion="registers", mma=mma)
+    wide = most_wide(problem, schedule)
+    step = min(clusters_of(132, cluster), problem.tiles)
+    for first in {0, step // 2, step - 1}:
+        tiles = list(range(first, problem.tiles, step))
+        assert len(tiles) == (problem.tiles - first + step - 1) // step
+        groups = [tiles[g : g + wide] for g in range(0, len(tiles), wide)]
+        assert [t for group in groups for t in group] == tiles
+        assert all(len(group) <= wide for group in groups)
+    registers = rows * (16 if mma == "wgmma" or problem.record.bits == 16 else 32) // 32
+    assert 1 <= wide <= 8
+    assert wide == 1 or wide * registers <= (160 - rows if mma == "wgmma" else 96)
 
 
 @settings(max_examples=200)
@@ -59,7 +107,7 @@ def test_batch_invariant_schedules_add_and_round_alike(problem: FewRowProblem) -
             found.append(choose(problem, rows, DEFAULT_TARGET, True))
         except UnsupportedError:
             continue
-    fitting = {(s.cluster, s.conversion) for s in found if s.rows <= 32}
+    fitting = {(s.mma, s.cluster, s.conversion) for s in found if s.rows <= 32}
     assert len(fitting) <= 1
     assert {s.conversion for s in found} <= {"registers"}
 
@@ -88,6 +136,22 @@ def test_shared_memory_is_divided_without_overlap(problem: FewRowProblem, rows: 
     assert 2 * room(DEFAULT_TARGET, 2) <= room(DEFAULT_TARGET, 1)
 
 
+@settings(max_examples=60)
+@given(problems(), st.sampled_from(MMAS))
+def test_wgmma_finds_activations_at_multiples_of_its_atoms(
+    problem: FewRowProblem, mma: str
+) -> None:
+    for rows in BUCKETS:
+        try:
+            schedule = choose(problem, rows, DEFAULT_TARGET, mma=mma)
+        except UnsupportedError:
+            continue
+        shared = Shared(problem, schedule)
+        assert shared.x % shared.alignment == 0
+        assert shared.chunk % shared.alignment == 0 or mma == "sync"
+        assert shared.alignment == (1024 if mma == "wgmma" else 128)
+
+
 def simple(k: int = 4096) -> FewRowProblem:
     records = Records.of(4096, k, 4, 128, False, TILES, RECORD_BYTES)
     return FewRowProblem(records, k, 64, 64, torch.bfloat16, (0, 0, 0))
@@ -104,6 +168,13 @@ def simple(k: int = 4096) -> FewRowProblem:
         ({"in_flight": 9}, "schedule.in_flight"),
         ({"chunks": 9}, "schedule.chunks"),
         ({"slots": 40, "in_flight": 2}, "shared memory"),
+        ({"mma": "simt"}, "schedule.mma"),
+        ({"mma": "wgmma", "conversion": "sums"}, "schedule.conversion"),
+        ({"mma": "wgmma", "conversion": "bias"}, "schedule.conversion"),
+        ({"wide": 2}, "schedule.wide"),
+        ({"wide": 17, "chunks": 1}, "schedule.wide"),
+        ({"resident": 1, "wide": 2, "chunks": 1, "sums": 3}, "schedule.sums"),
+        ({"sums": 0}, "schedule.sums"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict, named: str) -> None:
@@ -111,6 +182,26 @@ def test_what_does_not_fit_is_refused(changes: dict, named: str) -> None:
     schedule = choose(problem, 8, DEFAULT_TARGET)
     with pytest.raises(ArgumentError, match=named):
         replace(schedule, **changes).check(problem, DEFAULT_TARGET)
+
+
+@pytest.mark.parametrize("shape", ["1B", "8B", "70B", "405B"])
+@pytest.mark.parametrize("layer", ["qkv", "o", "gate_up", "down"])
+@pytest.mark.parametrize("format", ["int4", "fp8", "bf16"])
+def test_published_layers_are_expected_near_their_bytes(
+    shape: str, layer: str, format: str
+) -> None:
+    """By the model: M = 32 within a tenth and some µs of a plain stream, M = 64 within 2.3 times."""
+    n, k = projections(SHAPES[shape])[layer]
+    bits = {"int4": 4, "fp8": 8, "bf16": 16}[format]
+    records = Records.of(n, k, bits, 128 if bits == 4 else 0, False, TILES, RECORD_BYTES)
+    problem = FewRowProblem(records, k, 64, 64, torch.bfloat16, (1, 0, 0))
+    floor = records.nbytes / STREAM
+    for rows, factor, fixed in ((8, 1.05, 1.0), (16, 1.1, 1.0), (32, 1.1, 2.2), (64, 2.3, 3.2)):
+        schedule = choose(problem, rows, DEFAULT_TARGET)
+        found = expected_microseconds(problem, schedule)
+        assert found <= floor * factor + fixed, f"{rows} rows: {found:.2f} of {floor:.2f} us"
+        busy = min(problem.tiles, clusters_of(132, schedule.cluster)) * schedule.cluster
+        assert busy >= 60 or problem.tiles < 60
 
 
 def test_a_cluster_has_no_more_ctas_than_records() -> None:

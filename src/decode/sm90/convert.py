@@ -77,8 +77,8 @@ class Convert:
         if self.bits == 16:
             return loads[step]
         if self.bits == 8:
-            pair = loads[step // 2]
-            return [self._fp8(pair[2 * (step % 2) + j // 2], j % 2) for j in range(4)]
+            pair = loads[step // 2][2 * (step % 2) : 2 * (step % 2) + 2]
+            return [*self._fp8(pair[0]), *self._fp8(pair[1])]
         found = [self._int4(loads[0][step], j) for j in range(4)]
         if self.exact:
             assert negatives is not None
@@ -100,14 +100,18 @@ class Convert:
         text = f"fma.rn.{kind}x2 $0, $1, $2, $3;"
         return pure_asm(text, "=r,r,r,r", Int32, x, signed(ONES[self.dtype]), negative)
 
-    def _fp8(self, word: Any, half: int) -> Any:
-        """Two numbers from a half of a word."""
+    def _fp8(self, word: Any) -> list[Any]:
+        """Four numbers from a word, in two."""
         if self.dtype == torch.float16:
             text = "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.rn.f16x2.e4m3x2 $0, %s; }"
-            return pure_asm(text % "lh"[half], "=r,r", Int32, word)
-        selection = 0x3424 if half else 0x1404
-        text = f"prmt.b32 $0, $1, 0, {selection:#x};"
-        spread = pure_asm(text, "=r,r", Int32, word)
-        found = (spread & signed(0x80008000)) | ((spread >> 4) & Int32(0x07F007F0))
-        text = "mul.rn.bf16x2 $0, $1, $2;"
-        return pure_asm(text, "=r,r,r", Int32, found, signed(LARGE))
+            return [pure_asm(text % half, "=r,r", Int32, word) for half in "lh"]
+        # Of each number the low byte, then the high byte: what is shared by all four is done to all at once.
+        low = (word & Int32(0x0F0F0F0F)) << 4
+        high = ((word >> 4) & Int32(0x07070707)) | (word & signed(0x80808080))
+        found = []
+        for selection in (0x5140, 0x7362):
+            text = f"prmt.b32 $0, $1, $2, {selection:#x};"
+            spread = pure_asm(text, "=r,r,r", Int32, low, high)
+            text = "mul.rn.bf16x2 $0, $1, $2;"
+            found.append(pure_asm(text, "=r,r,r", Int32, spread, signed(LARGE)))
+        return found

@@ -11,14 +11,21 @@ it reads weights while the kernel before is still at work, up to what the ring h
 
     barriers      full[s]     one producer arrive + bytes of a record                        ring -> consumers
                   empty[s]    the eight consumer warps                                       consumers -> ring
-                  added       every consumer warp of the cluster: its sums of a tile are written
-                  read        every epilogue warp of the cluster: the sums may be written over
                   ready[2]    96 staging threads; taken[2]: the tile's epilogue warps
+                  added[b]    every consumer warp of the cluster: its sums of a tile are written
+                  read[b]     every epilogue warp of the cluster: the sums may be written over
     named         1           consumers, around X
 
     warp 0        |record 0|record 1| ...  as the ring allows, from before ``griddepcontrol.wait`` on
     consumers            |X|record 0|record 1| ... |send|record 0 of the next tile ...
     one of them                                    |send|epilogue|
+
+Where shared memory cannot hold a CTA's share of X, X is copied phase by phase; several tiles' sums then stay in
+registers (``wide``), so that a phase serves them all:
+
+    consumers            |X|tile 0|tile 1|X|tile 0|tile 1| ... |send both|epilogues|
+
+Warps multiply each by itself, or four as a warpgroup (``multiply``, ``warpgroup``): sums stand in the same registers.
 
 A slot is given back behind ``__syncwarp``: lanes leave a wait one by one, and an arrival of lane 0 alone says nothing
 of what the others have read. A CTA of a cluster has a share of k; it sends its sums, over distributed shared memory, to
@@ -34,11 +41,12 @@ from cutlass import Float32, Int32, Int64, Uint8, cute
 from cutlass import memory as cutlass_memory
 
 from epicute.decode.geometry import WARPS, epilogue_task, epilogue_tasks, share_of
-from epicute.decode.schedule import Shared
+from epicute.decode.schedule import BARRIERS, STAGED, Shared
 from epicute.decode.sm90.finish import FewRowDriver
 from epicute.decode.sm90.multiply import Multiplier, signal
 from epicute.decode.sm90.ptx import arrive, barrier_at, bulk_copy, streaming, wait_cluster
 from epicute.decode.sm90.stage import Activations
+from epicute.decode.sm90.warpgroup import WarpgroupMultiplier
 from epicute.decode.spec import FewRowSpec
 from epicute.epilogues.dsl import opaque
 from epicute.gemm.driver import Tile, TileState
@@ -86,6 +94,8 @@ class FewRowGemm:
         self.most = self.problem.chunks(self.cluster)
         self.resident = self.schedule.chunks >= self.most
         self.tasks = epilogue_tasks(self.schedule.owned)
+        self.wgmma = self.schedule.mma == "wgmma"
+        self.multiplier = WarpgroupMultiplier if self.wgmma else Multiplier
 
     @cute.jit
     def __call__(self, weight: cute.Tensor, arguments: Any, stream: Any) -> None:
@@ -109,7 +119,8 @@ class FewRowGemm:
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
         allocator = cutlass_memory.SmemAllocator()
-        memory = allocator.allocate_tensor(Uint8, cute.make_layout(self.shared.size), 128)
+        align = self.shared.alignment
+        memory = allocator.allocate_tensor(Uint8, cute.make_layout(self.shared.size), align)
         base = Int32(memory.iterator.toint())
         self._open(base, thread)
         few, many = REGISTERS[self.schedule.resident]
@@ -131,7 +142,7 @@ class FewRowGemm:
             cute.arch.cluster_wait()
 
     def _barrier(self, base: Any, index: Any) -> Any:
-        """Address of a barrier: full and empty of each slot, added, read, ready[2], taken[2]."""
+        """Address of a barrier: full and empty of each slot, ready[2], taken[2], added[b], read[b]."""
         return base + self.shared.barriers + index * 8
 
     def _full(self, base: Any, slot: Any) -> Any:
@@ -142,6 +153,19 @@ class FewRowGemm:
 
     def _other(self, base: Any, index: Any) -> Any:
         return self._barrier(base, 2 * self.schedule.slots + index)
+
+    def _ready(self, base: Any, buffer: Any) -> Any:
+        return self._other(base, buffer)
+
+    def _taken(self, base: Any, buffer: Any) -> Any:
+        return self._other(base, STAGED + buffer)
+
+    def _added(self, base: Any, count: Any) -> Any:
+        """Of the ``count``-th tile."""
+        return self._other(base, BARRIERS + count % self.schedule.sums)
+
+    def _read(self, base: Any, count: Any) -> Any:
+        return self._other(base, BARRIERS + self.schedule.sums + count % self.schedule.sums)
 
     def _await(self, barrier: Any, parity: Any) -> None:
         """Wait for what warps of the cluster signal."""
@@ -159,7 +183,8 @@ class FewRowGemm:
                 cute.arch.mbarrier_init(barrier_at(self._full(base, slot)), 1)
                 cute.arch.mbarrier_init(barrier_at(self._empty(base, slot)), WARPS)
             sums = (WARPS * self.cluster, self.tasks * self.cluster)
-            counts = (*sums, STAGERS, STAGERS, self.tasks, self.tasks)
+            counts = [c for c in (STAGERS, self.tasks) for _ in range(STAGED)]
+            counts += [c for c in sums for _ in range(self.schedule.sums)]
             for i in cutlass.range_constexpr(len(counts)):
                 cute.arch.mbarrier_init(barrier_at(self._other(base, i)), counts[i])
         cute.arch.mbarrier_init_fence()
@@ -195,15 +220,45 @@ class FewRowGemm:
         turn.fill(0)
         address = weight.iterator.toint()
         for _ in cutlass.range(walk.m_tiles, unroll=1):
-            for i in cutlass.range(walk.count, unroll=1):
-                tile = walk.first + i * walk.step
-                for band in cutlass.range(self._bands(tile), unroll=1):
-                    down = Int64(tile * self.problem.bands + band)
-                    at = address + self.records.record_offset(down, Int64(walk.along))
-                    for chunk in cutlass.range(walk.chunks, unroll=1):
-                        self._fetch(base, turn, at + Int64(chunk) * self.record.size)
+            if cutlass.const_expr(self.schedule.wide > 1):
+                for group in cutlass.range(self._groups(walk), unroll=1):
+                    self._produce_wide(base, turn, address, walk, group * self.schedule.wide)
+            else:
+                for i in cutlass.range(walk.count, unroll=1):
+                    tile = walk.first + i * walk.step
+                    for band in cutlass.range(self._bands(tile), unroll=1):
+                        at = self._row(address, walk, tile * self.problem.bands + band)
+                        self._fetch_all(base, turn, at, walk.chunks)
         if cutlass.const_expr(self.schedule.late):
             cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def _produce_wide(self, base, turn, address, walk, first) -> None:
+        """Records of tiles that are held together, in the order in which x is read: phase by phase."""
+        tiles = cutlass.min(walk.count - first, self.schedule.wide)
+        chunks = self.schedule.chunks
+        for phase in cutlass.range(self._phases(walk), unroll=1):
+            count = cutlass.min(walk.chunks - phase * chunks, chunks)
+            for i in cutlass.range(first, first + tiles, unroll=1):
+                at = self._row(address, walk, walk.first + i * walk.step)
+                self._fetch_all(base, turn, at + Int64(phase * chunks) * self.record.size, count)
+
+    def _groups(self, walk: Walk) -> Any:
+        """Groups of tiles that are held together."""
+        return (walk.count + (self.schedule.wide - 1)) // self.schedule.wide
+
+    def _phases(self, walk: Walk) -> Any:
+        """Copies of x that a CTA's share of k takes."""
+        return (walk.chunks + (self.schedule.chunks - 1)) // self.schedule.chunks
+
+    def _row(self, address: Any, walk: Walk, down: Any) -> Any:
+        """Where a CTA's records of a band begin."""
+        return address + self.records.record_offset(Int64(down), Int64(walk.along))
+
+    @cute.jit
+    def _fetch_all(self, base, turn, source, count) -> None:
+        for chunk in cutlass.range(count, unroll=1):
+            self._fetch(base, turn, source + Int64(chunk) * self.record.size)
 
     @cute.jit
     def _fetch(self, base, turn, source) -> None:
@@ -239,10 +294,10 @@ class FewRowGemm:
     @cute.jit
     def _stage_tile(self, arguments, base, turn, m, tile, thread) -> None:
         buffer, parity = turn[0] % 2, turn[0] // 2 % 2
-        cute.arch.mbarrier_wait(barrier_at(self._other(base, 4 + buffer)), parity ^ 1)
+        cute.arch.mbarrier_wait(barrier_at(self._taken(base, buffer)), parity ^ 1)
         floats, integers = self._buffers(base, buffer)
         self.stager.run(arguments, floats, integers, m, tile // self.problem.parts, thread - 32)
-        cute.arch.mbarrier_arrive(barrier_at(self._other(base, 2 + buffer)))
+        cute.arch.mbarrier_arrive(barrier_at(self._ready(base, buffer)))
         turn[0] = turn[0] + 1
 
     def _buffers(self, base: Any, index: Any) -> tuple[Any, Any]:
@@ -261,20 +316,26 @@ class FewRowGemm:
     @cute.jit
     def _consume(self, arguments, base, walk, thread) -> None:
         warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
-        multiplier = Multiplier(self.problem, self.schedule, self.spec.scale_dtype, warp, lane)
+        multiplier = self.multiplier(self.problem, self.schedule, self.spec.scale_dtype, warp, lane)
         state = TileState(self.spec.layout, arguments)
         turn = cute.make_rmem_tensor(3, Int32)
         turn.fill(0)
         for m in cutlass.range(walk.m_tiles, unroll=1):
             if cutlass.const_expr(self.resident):
                 self._copy(arguments, base, walk, m, Int32(0), thread)
-            for i in cutlass.range(walk.count, unroll=1):
-                tile = walk.first + i * walk.step
-                for band in cutlass.range(self._bands(tile), unroll=1):
-                    self._band(arguments, base, walk, multiplier, turn, m, band, thread)
-                Multiplier.announce(multiplier, self._other(base, 0))
-                self._finish(arguments, base, walk, state, turn, m, tile, warp, lane)
-                turn[2] = turn[2] + 1
+            if cutlass.const_expr(self.schedule.wide > 1):
+                for group in cutlass.range(self._groups(walk), unroll=1):
+                    first = group * self.schedule.wide
+                    self._wide(arguments, base, walk, multiplier, turn, m, first, thread)
+                    self._exchange(arguments, base, walk, multiplier, state, turn, m, first)
+            else:
+                for i in cutlass.range(walk.count, unroll=1):
+                    tile = walk.first + i * walk.step
+                    for band in cutlass.range(self._bands(tile), unroll=1):
+                        self._band(arguments, base, walk, multiplier, turn, m, band, thread)
+                    self.multiplier.announce(multiplier, self._added(base, turn[2]))
+                    self._finish(arguments, base, walk, state, turn, m, tile, warp, lane)
+                    turn[2] = turn[2] + 1
         state.flush(lane)
 
     @cute.jit
@@ -297,31 +358,82 @@ class FewRowGemm:
             live,
             thread,
         )
+        if cutlass.const_expr(self.wgmma):
+            cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=AROUND_X, number_of_threads=CONSUMERS)
 
     @cute.jit
     def _band(self, arguments, base, walk, multiplier, turn, m, band, thread) -> None:
-        Multiplier.clear(multiplier)
+        self.multiplier.clear(multiplier)
         if cutlass.const_expr(self.resident):
-            for chunk in cutlass.range(walk.chunks, unroll=1):
-                self._record(base, multiplier, turn, chunk)
+            self._records(base, multiplier, turn, walk.chunks, 0)
         else:
             chunks = self.schedule.chunks
-            for phase in cutlass.range((walk.chunks + (chunks - 1)) // chunks, unroll=1):
+            for phase in cutlass.range(self._phases(walk), unroll=1):
                 self._copy(arguments, base, walk, m, phase, thread)
                 count = cutlass.min(walk.chunks - phase * chunks, chunks)
-                for chunk in cutlass.range(count, unroll=1):
-                    self._record(base, multiplier, turn, chunk)
+                self._records(base, multiplier, turn, count, 0)
         if band == 0:
-            self._await(self._other(base, 1), (turn[2] & 1) ^ 1)
-        Multiplier.send(multiplier, base, walk.rank, band)
+            self._await(self._read(base, turn[2]), (turn[2] & 1) ^ 1)
+        self.multiplier.send(multiplier, base, walk.rank, band)
 
     @cute.jit
-    def _record(self, base, multiplier, turn, chunk) -> None:
+    def _wide(self, arguments, base, walk, multiplier, turn, m, first, thread) -> None:
+        """Multiply tiles from the ``first``-th on that are held together: all of them with each copy of x."""
+        self.multiplier.clear(multiplier)
+        chunks = self.schedule.chunks
+        for phase in cutlass.range(self._phases(walk), unroll=1):
+            self._copy(arguments, base, walk, m, phase, thread)
+            count = cutlass.min(walk.chunks - phase * chunks, chunks)
+            for which in cutlass.range_constexpr(self.schedule.wide):
+                some = count * Int32(first + which < walk.count)
+                self._records(base, multiplier, turn, some, which)
+
+    @cute.jit
+    def _exchange(self, arguments, base, walk, multiplier, state, turn, m, first) -> None:
+        """Send the sums of tiles that were held together, as many at once as there are buffers, and finish them."""
+        wide, sums = self.schedule.wide, self.schedule.sums
+        for start in cutlass.range_constexpr(0, wide, sums):
+            batch = range(start, min(start + sums, wide))
+            for which in cutlass.range_constexpr(batch.start, batch.stop):
+                alive = first + which < walk.count
+                self._send(base, walk, multiplier, turn[2] + (which - start), alive, which)
+            for which in cutlass.range_constexpr(batch.start, batch.stop):
+                self._finish_alive(arguments, base, walk, multiplier, state, turn, m, first + which)
+
+    @cute.jit
+    def _send(self, base, walk, multiplier, count, alive, which: cutlass.Constexpr) -> None:
+        if alive:
+            self._await(self._read(base, count), (count // self.schedule.sums & 1) ^ 1)
+            self.multiplier.send(multiplier, self._sums(base, count), walk.rank, Int32(0), which)
+            self.multiplier.announce(multiplier, self._added(base, count))
+
+    @cute.jit
+    def _finish_alive(self, arguments, base, walk, multiplier, state, turn, m, i) -> None:
+        if i < walk.count:
+            tile = walk.first + i * walk.step
+            warp = multiplier.share * (WARPS // multiplier.shares) + multiplier.part
+            self._finish(arguments, base, walk, state, turn, m, tile, warp, multiplier.lane)
+            turn[2] = turn[2] + 1
+
+    def _sums(self, base: Any, count: Any) -> Any:
+        """``base``, or as much behind it as the ``count``-th tile's buffer of sums is behind the first."""
+        if self.schedule.sums == 1:
+            return base
+        return base + count % self.schedule.sums * self.shared.exchange
+
+    @cute.jit
+    def _records(self, base, multiplier, turn, count, which: cutlass.Constexpr) -> None:
+        for chunk in cutlass.range(count, unroll=1):
+            self._record(base, multiplier, turn, chunk, which)
+
+    @cute.jit
+    def _record(self, base, multiplier, turn, chunk, which: cutlass.Constexpr) -> None:
         slot = turn[0]
         cute.arch.mbarrier_wait(barrier_at(self._full(base, slot)), turn[1])
         place = base + slot * self.shared.slot
-        Multiplier.run(multiplier, place, base + self.shared.x + chunk * self.shared.chunk)
+        x = base + self.shared.x + chunk * self.shared.chunk
+        self.multiplier.run(multiplier, place, x, which)
         cute.arch.sync_warp()
         arrive(self._empty(base, slot), Int32(multiplier.lane == 0))
         self._next(turn)
@@ -332,17 +444,17 @@ class FewRowGemm:
         count = turn[2]
         task = epilogue_task(warp, count, self.schedule.owned)
         if task < self.tasks:
-            self._await(self._other(base, 0), count & 1)
+            self._await(self._added(base, count), count // self.schedule.sums & 1)
             buffer = count % 2
             if cutlass.const_expr(self.staged):
-                cute.arch.mbarrier_wait(barrier_at(self._other(base, 2 + buffer)), count // 2 % 2)
+                cute.arch.mbarrier_wait(barrier_at(self._ready(base, buffer)), count // 2 % 2)
             floats, integers = self._buffers(base, buffer)
             parts = self.problem.parts
             found = Tile(arguments, state, floats, integers, m, tile // parts)
             first = walk.rank * self.schedule.owned
             row = task * 8 + lane // 4
-            self.driver.finish(base, found, tile % parts, (first, row, lane))
+            self.driver.finish(self._sums(base, count), found, tile % parts, (first, row, lane))
             cute.arch.sync_warp()
             if cutlass.const_expr(self.staged):
-                arrive(self._other(base, 4 + buffer), Int32(lane == 0))
-            signal(self._other(base, 1), lane, self.cluster)
+                arrive(self._taken(base, buffer), Int32(lane == 0))
+            signal(self._read(base, count), lane, self.cluster)

@@ -50,7 +50,8 @@ class Multiplier:
     """A consumer thread's sums of a band, and what it does with each record.
 
     Attributes:
-        sums: (row tile, eight rows of x, register) float32, where the MMA leaves them.
+        sums: (band, row tile, eight rows of x, register) float32, where the MMA leaves them.
+        which: the band whose sums are added to, or sent.
     """
 
     def __init__(
@@ -65,25 +66,31 @@ class Multiplier:
         self.shared = Shared(problem, schedule)
         self.scale_dtype = scale_dtype
         self.convert = Convert(self.record.bits, problem.dtype, schedule.conversion)
-        rows = warp_rows(self.record.bits)
+        rows = warp_rows(self.record.bits, schedule.mma)
         self.row_tiles, self.columns = rows // TILE_ROWS, schedule.rows // 8
-        self.shares = shares_of(self.record.bits)
+        self.shares = shares_of(self.record.bits, schedule.mma)
         parts = WARPS // self.shares
         self.part, self.share = warp % parts, warp // parts
         self.lane = lane
         self.row = self.part * rows + lane // 4
-        self.sums = cute.make_rmem_tensor(self.row_tiles * self.columns * 4, Float32)
+        self.count = self.row_tiles * self.columns * 4
+        self.sums = cute.make_rmem_tensor(schedule.wide * self.count, Float32)
+        self.which = 0
 
     def _register(self, tile: int, column: int, i: int) -> int:
-        return (tile * self.columns + column) * 4 + i
+        return self.which * self.count + (tile * self.columns + column) * 4 + i
 
     def clear(self) -> None:
-        """Begin a band."""
+        """Begin all bands that are held together."""
         self.sums.fill(0.0)
 
     @cute.jit
-    def run(self, record: Int32, x: Int32) -> None:
-        """Multiply the warp's share of the record at ``record`` with the activations at ``x``."""
+    def run(self, record: Int32, x: Int32, which: cutlass.Constexpr = 0) -> None:
+        """Multiply the warp's share of the record at ``record`` with the activations at ``x``.
+
+        ``which``: of the bands that are held together, the record's.
+        """
+        self.which = which
         segments = segments_of(self.record)
         if cutlass.const_expr(segments % self.shares == 0):
             count = segments // self.shares
@@ -142,7 +149,7 @@ class Multiplier:
             if self.convert.summed:
                 for j in columns:
                     ones[j] = mma(self.problem.dtype, self.convert.ones(), b[j], ones[j])
-        self._finish(record, index, found, ones, zeros)
+        self._finish(self._scales(record, index), found, ones, zeros)
 
     def _step(self, found: Any, loads: Any, b: Any, step: int, negatives: Any) -> None:
         dtype = self.problem.dtype
@@ -193,20 +200,27 @@ class Multiplier:
             for t in range(self.row_tiles)
         ]
 
-    def _finish(self, record: Any, index: Any, found: Any, ones: Any, zeros: Any) -> None:
-        """Scale a group's sums and add them to the band's."""
+    def _scales(self, record: Any, index: Any) -> dict[tuple[int, int], Any]:
+        """Scales of the group, by row tile and row; none without groups."""
         if self.record.group == 0:
+            return {}
+        assert self.scale_dtype is not None
+        native, found = NATIVE[self.scale_dtype], {}
+        for t, half, row in self._rows():
+            at = Int32(record) + Int32(self.record.scale_offset(row, index))
+            found[t, half] = load_half(native, at)
+            if half and self.convert.odd_factor() != 1.0:
+                found[t, half] = found[t, half] * Float32(self.convert.odd_factor())
+        return found
+
+    def _finish(self, scales: Any, found: Any, ones: Any, zeros: Any) -> None:
+        """Scale a group's sums and add them to the band's. ``ones``: by eight rows of x, what offsets multiply."""
+        if not scales:
             for (t, j), sums in found.items():
                 for r in range(4):
                     self.sums[self._register(t, j, r)] = sums[r]
             return
-        assert self.scale_dtype is not None
-        native = NATIVE[self.scale_dtype]
-        for t, half, row in self._rows():
-            at = Int32(record) + Int32(self.record.scale_offset(row, index))
-            scale = load_half(native, at)
-            if half and self.convert.odd_factor() != 1.0:
-                scale = scale * Float32(self.convert.odd_factor())
+        for (t, half), scale in scales.items():
             offset = -self.convert.offset(half, zeros[t, half]) if self.convert.summed else None
             for j in ones:
                 for e in range(2):
@@ -217,8 +231,12 @@ class Multiplier:
                     at = self._register(t, j, r)
                     self.sums[at] = fma(scale, value, self.sums[at])
 
-    def send(self, base: Any, rank: Any, band: Any) -> None:
-        """Hand a band's sums to the CTAs that finish them: everyone has some of the rows of x."""
+    def send(self, base: Any, rank: Any, band: Any, which: int = 0) -> None:
+        """Hand a band's sums to the CTAs that finish them: everyone has some of the rows of x.
+
+        ``base``: the start of shared memory, or what the buffer of sums is behind its first. ``band``: of the tile.
+        """
+        self.which = which
         owned, tile = self.schedule.owned, self.problem.tile
         sender = rank * self.shares + self.share
         start = Int32(base) + self.shared.sums

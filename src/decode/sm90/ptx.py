@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from cutlass import Float32, Int32, Int64, Uint8, cute
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 from cutlass._mlir.dialects import llvm
 
 from epicute.epilogues.dsl import pure_asm
@@ -28,8 +28,15 @@ __all__ = [
     "remote",
     "store_float",
     "store_remote",
+    "store_word",
+    "store_words",
     "streaming",
     "wait_cluster",
+    "wgmma",
+    "wgmma_commit",
+    "wgmma_descriptor",
+    "wgmma_fence",
+    "wgmma_wait",
 ]
 
 KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -83,6 +90,85 @@ def mma(dtype: torch.dtype, a: list[Any], b: list[Any], c: list[Any]) -> list[An
     return [Float32(llvm.extractvalue(float32, found, [i])) for i in range(4)]
 
 
+ADJACENT = 1 << 16
+SWIZZLED = (1 << 30 | 1024 >> 4) << 32
+"""Of a matrix descriptor: k is adjacent; the 128-byte swizzle, 1024 bytes from eight rows to the next."""
+
+
+def wgmma_descriptor(address: Any) -> Any:
+    """The low word of where WGMMA finds B: rows of 64 16-bit k in the 128-byte swizzle, eight rows at a multiple of
+    1024 bytes. It grows by one for each 16 bytes.
+    """
+    return Uint32(address) >> 4 | Uint32(ADJACENT)
+
+
+def wgmma(
+    dtype: torch.dtype, a: list[Any], descriptor: Any, columns: int, c: list[Any] | None
+) -> list[Any]:
+    """Begin c + a·b of one m64nNk16, N = ``columns``; without ``c``, a·b. Sums in float32, ``columns // 2`` a thread.
+
+    ``descriptor``: the low word of b's. The result may be given to the next product; it may be read behind
+    ``wgmma_wait``.
+    """
+    kind, count = KINDS[dtype], columns // 2
+    tied = [] if c is None else [str(i) for i in range(count)]
+    first = count + len(tied)
+    d = ", ".join(f"${i}" for i in range(count))
+    text = (
+        f"{{ .reg .pred p; setp.ne.b32 p, {int(c is not None)}, 0; "
+        f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} {{{d}}}, "
+        f"{{${first}, ${first + 1}, ${first + 2}, ${first + 3}}}, ${first + 4}, p, 1, 1, 0; }}"
+    )
+    constraints = ",".join(["=f"] * count + tied + ["r"] * 4 + ["l"])
+    whole = Int64(Uint32(descriptor)) | Int64(SWIZZLED)
+    return _several(text, constraints, [Float32] * count, [*(c or []), *a, whole])
+
+
+def wgmma_fence(a: list[Any], c: list[Any] | None) -> tuple[list[Any], list[Any] | None]:
+    """``a`` and ``c`` as products that are begun from now on may read them."""
+    found = _through("wgmma.fence.sync.aligned;", [*a, *(c or [])])
+    return found[: len(a)], None if c is None else found[len(a) :]
+
+
+def wgmma_commit() -> None:
+    """Close a group of products."""
+    _several("wgmma.commit_group.sync.aligned;", "", [], [])
+
+
+def wgmma_wait(pending: int, c: list[Any]) -> list[Any]:
+    """``c`` when all but the last ``pending`` groups of products are done."""
+    return _through(f"wgmma.wait_group.sync.aligned {pending};", c)
+
+
+def _through(text: str, values: list[Any]) -> list[Any]:
+    """An instruction before which, or behind which, registers must not be touched: they go through it."""
+    kinds = [type(x) for x in values]
+    out = ["=f" if kind is Float32 else "=r" for kind in kinds]
+    constraints = ",".join([*out, *(str(i) for i in range(len(values)))])
+    return _several(text, constraints, kinds, values)
+
+
+def _several(text: str, constraints: str, kinds: list[Any], values: list[Any]) -> list[Any]:
+    """An instruction with any number of results, which keeps its place among others of the sort."""
+    types = [kind.mlir_type for kind in kinds]
+    whole = types[0] if len(types) == 1 else llvm.StructType.get_literal(types)
+    found = llvm.inline_asm(
+        whole if types else None,
+        [x.ir_value() for x in values],
+        text,
+        constraints,
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    if len(kinds) == 1:
+        return [kinds[0](found)]
+    return [
+        kind(llvm.extractvalue(type_, found, [i]))
+        for i, (kind, type_) in enumerate(zip(kinds, types, strict=True))
+    ]
+
+
 def _shared(dtype: Any, address: Any, count: int, alignment: int) -> Any:
     pointer = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=alignment)
     return cute.make_tensor(pointer, cute.make_layout(count))
@@ -115,6 +201,11 @@ def load_byte(address: Any) -> Any:
 def store_words(address: Any, words: Any) -> None:
     """Four words of a register fragment."""
     cute.autovec_copy(words, _shared(Int32, address, 4, 16))
+
+
+def store_word(address: Any, word: Any) -> None:
+    """One word."""
+    _shared(Int32, address, 1, 4)[0] = word
 
 
 def store_float(address: Any, value: Any) -> None:

@@ -8,16 +8,19 @@ import cutlass
 import torch
 from cutlass import Int32, Int64, cute
 
-from epicute.decode.geometry import WARPS, vector_place
+from epicute.decode.geometry import WARPS, operand_place, vector_place
 from epicute.decode.schedule import FewRowProblem, FewRowSchedule
-from epicute.decode.sm90.ptx import store_words
+from epicute.decode.sm90.ptx import store_word, store_words
 from epicute.quant.dsl import WIDTH, Vector, load_vectors, multiply, pack, unpack
 
 __all__ = ["Activations"]
 
 THREADS = 32 * WARPS
-BATCH = 4
-"""Vectors of a thread under way at once."""
+BATCH = 8
+"""Vectors of a thread under way at once: 32 KB an SM is what L2's latency asks for."""
+
+FEWER = 4
+"""The same where two CTAs share an SM, and where gains take registers too."""
 
 
 class Activations:
@@ -28,6 +31,8 @@ class Activations:
         self.vectors = problem.record.depth // WIDTH
         self.run = problem.record.run
         self.beyond = problem.records.width // WIDTH - 1
+        self.wgmma = schedule.mma == "wgmma"
+        self.batch = FEWER if problem.gain or schedule.resident > 1 else BATCH
 
     @cute.jit
     def copy(
@@ -45,24 +50,40 @@ class Activations:
         ``source``: of the first row; ``live``: rows that there are. ``span``: (first record along k, how many).
         """
         first, count = span
-        width = count * self.vectors
-        total = width * self.rows
-        for start in cutlass.range(thread, total, THREADS * BATCH, unroll=1):
+        total = count * (self.vectors * self.rows)
+        for start in cutlass.range(thread, total, THREADS * self.batch, unroll=1):
             found = []
-            for i in cutlass.range_constexpr(BATCH):
+            for i in cutlass.range_constexpr(self.batch):
                 at = start + i * THREADS
-                row = at // width
-                vector = at - row * width
+                row, vector = self._cell(at)
                 inside = (row < live) & (at < total)
                 words = Vector(
                     first * self.vectors + vector, self.problem.depth, self.beyond, inside
                 ).load(source + Int64(row) * stride)
-                found.append((row, vector, words))
-            for i in cutlass.range_constexpr(BATCH):
-                row, vector, words = found[i]
+                found.append((row, vector, words, at < total))
+            for i in cutlass.range_constexpr(self.batch):
+                row, vector, words, inside = found[i]
                 if cutlass.const_expr(self.problem.gain):
-                    words = self._scaled(words, gain, first * self.vectors + vector)
-                put(words, target, vector_place(row, vector, self.rows, self.run), row < self.rows)
+                    # Threads beyond the copy have vectors beyond it, which gains have none of.
+                    column = cutlass.min(first * self.vectors + vector, self.beyond)
+                    words = self._scaled(words, gain, column)
+                if cutlass.const_expr(self.wgmma):
+                    places = [
+                        target + Int32(operand_place(row, vector, i, self.rows, self.run))
+                        for i in range(WIDTH // 2)
+                    ]
+                    put_apart(words, places, inside)
+                else:
+                    place = target + vector_place(row, vector, self.rows, self.run) * 16
+                    put(words, place, inside)
+
+    def _cell(self, at: Any) -> tuple[Any, Any]:
+        """(row, vector) of a copy's ``at``-th vector: a warp takes 64 k of four rows.
+
+        What it stores for WGMMA then lies in different banks.
+        """
+        lines, lane, fours = at // 32, at % 32, self.rows // 4
+        return lines % fours * 4 + lane // 8, lines // fours * 8 + lane % 8
 
     def _scaled(self, words: Any, gain: Any, vector: Any) -> Any:
         """Eight values times their gains, each product rounded once to x's dtype."""
@@ -75,6 +96,13 @@ class Activations:
 
 
 @cute.jit
-def put(words: cute.Tensor, target: Int32, vector: Int32, inside: cutlass.Boolean) -> None:
+def put(words: cute.Tensor, place: Int32, inside: cutlass.Boolean) -> None:
     if inside:
-        store_words(target + vector * 16, words)
+        store_words(place, words)
+
+
+@cute.jit
+def put_apart(words: cute.Tensor, places: Any, inside: cutlass.Boolean) -> None:
+    if inside:
+        for i in cutlass.range_constexpr(len(places)):
+            store_word(places[i], words[i])

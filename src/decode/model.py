@@ -1,0 +1,160 @@
+"""Which schedule: a model of the H200, of rates that were measured on one.
+
+A kernel takes as long as its bytes, unless products or the copies of x take longer; while x is copied, nothing is
+multiplied, and what the ring holds hides it. Clusters make shares of x small and exchanges of sums longer; tiles whose
+sums are held together share a copy of x.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from epicute.decode.geometry import MMAS
+from epicute.decode.schedule import (
+    CLUSTERS,
+    FewRowProblem,
+    FewRowSchedule,
+    Shared,
+    clusters_of,
+    most_wide,
+    room,
+)
+from epicute.errors import UnsupportedError, require
+from epicute.jit import Target
+
+__all__ = ["STREAM", "choose", "expected_microseconds", "rounds_of"]
+
+IN_FLIGHT = 48 << 10
+"""Bytes of weights that may be under way to an SM: beyond, activations queue behind them."""
+
+RING = 96 << 10
+"""Bytes of the ring where there is room."""
+
+FEWEST_SLOTS = 3
+REFERENCE_SMS = 132
+STREAM = 4.4e6
+"""Bytes of weights that all SMs read together, per microsecond."""
+
+PER_SM = 60e3
+"""Bytes that one SM reads per microsecond with ``IN_FLIGHT`` under way."""
+
+PRODUCTS = {
+    "sync": {8: 91e3, 16: 85e3, 32: 75e3, 64: 38e3},
+    "wgmma": {8: 80e3, 16: 80e3, 32: 80e3, 64: 60e3},
+}
+"""Weights that one SM multiplies per microsecond, by MMA and rows of x: conversion decides, then the tensor cores."""
+
+INGRESS = 100e3
+"""Bytes that one SM takes in per microsecond from L2 and memory together."""
+
+COPY = 45e3
+"""Bytes of x that one SM copies per microsecond: 32 KB under way, of an L2 that all SMs ask at once."""
+
+EXCHANGE = {1: 0.0, 2: 0.4, 4: 0.6, 8: 0.9}
+"""Microseconds at the end of a kernel for the exchange of sums in a cluster."""
+
+
+@lru_cache(maxsize=1024)
+def choose(
+    problem: FewRowProblem,
+    rows: int,
+    target: Target,
+    invariant: bool = False,
+    mma: str | None = None,
+) -> FewRowSchedule:
+    """A legal schedule for ``rows`` of x (a bucket), by a model of the H200.
+
+    Args:
+        invariant: choose what orders and rounds sums alike for all buckets.
+        mma: ``"sync"`` or ``"wgmma"`` alone; by default the better one: up to 16 rows, and for all where ``invariant``,
+            ``"sync"``.
+
+    Raises UnsupportedError where no schedule fits: units or heads too wide for so many rows.
+    """
+    judged = 32 if invariant else rows
+    forms = (mma,) if mma else MMAS[: 1 if invariant or rows <= 16 else 2]
+    found = []
+    for form in forms:
+        exact = invariant or rows > 16 or form == "wgmma"
+        plain = FewRowSchedule(rows, conversion="registers" if exact else "sums", mma=form)
+        for cluster in CLUSTERS:
+            if cluster > problem.records.along:
+                continue
+            mine = _fitted(problem, replace(plain, cluster=cluster), target)
+            like = _fitted(problem, replace(plain, cluster=cluster, rows=judged), target)
+            if mine is not None:
+                expected = expected_microseconds(problem, like or mine)
+                found.append((expected, cluster, forms.index(form), mine))
+    require(
+        bool(found),
+        "composition",
+        f"units of {problem.unit} rows, {rows} rows of x",
+        f"sums and operands that fit {target.smem_per_block} B of shared memory",
+        "use fewer rows, or a projection for each range of columns",
+        UnsupportedError,
+    )
+    return min(found, key=lambda entry: entry[:3])[3]
+
+
+def _fitted(
+    problem: FewRowProblem, schedule: FewRowSchedule, target: Target
+) -> FewRowSchedule | None:
+    """With ring and activations of the best sizes there is room for."""
+    shared = Shared(problem, schedule)
+    slot, margin = shared.slot, 256 + shared.alignment
+    whole = problem.chunks(schedule.cluster)
+    flight = max((IN_FLIGHT + slot // 2) // slot, 1)
+    wanted = max(RING // slot, FEWEST_SLOTS)
+    for resident, chunks, least in ((2, whole, flight + 1), (1, whole, flight), (1, 0, flight)):
+        if resident == 2 and (schedule.rows > 16 or problem.held > 16):
+            continue  # they would not fit the registers
+        tried = replace(
+            schedule, resident=resident, slots=max(least, FEWEST_SLOTS), chunks=chunks or 1
+        )
+        if chunks == 0:
+            rounds = rounds_of(problem, tried)
+            readings = -(-rounds // most_wide(problem, tried))
+            tried = replace(tried, wide=-(-rounds // readings))
+        left = room(target, resident) - Shared(problem, tried).size
+        if left < 0:
+            continue
+        shared = Shared(problem, tried)
+        sums = min(1 + left // shared.exchange, tried.wide)
+        left -= (sums - 1) * shared.exchange
+        more = max(left - margin, 0) // shared.chunk if chunks == 0 else 0
+        # A copy that takes longer than the ring's filling keeps the memory waiting.
+        hidden = int(COPY / PER_SM * slot * wanted) // shared.chunk
+        more = min(more, max(hidden - 1, 0))
+        tried = replace(tried, sums=sums, chunks=min(tried.chunks + more, whole))
+        left = room(target, resident) - Shared(problem, tried).size
+        slots = min(tried.slots + max(left - margin, 0) // slot, max(wanted, tried.slots))
+        return replace(tried, slots=slots, in_flight=min(flight, slots))
+    return None
+
+
+def rounds_of(problem: FewRowProblem, schedule: FewRowSchedule) -> int:
+    """Tiles that the busiest cluster of the reference GPU has."""
+    return -(-problem.tiles // clusters_of(REFERENCE_SMS, schedule.cluster))
+
+
+def expected_microseconds(problem: FewRowProblem, schedule: FewRowSchedule) -> float:
+    """What a kernel is expected to take on the reference GPU, launch apart."""
+    record, cluster = problem.record, schedule.cluster
+    rounds = rounds_of(problem, schedule)
+    chunks = problem.chunks(cluster)
+    records = rounds * problem.bands * chunks
+    weights = records * record.size
+    whole = schedule.chunks >= chunks
+    readings = 1 if whole else -(-rounds // schedule.wide) * problem.bands
+    copies = readings * -(-chunks // schedule.chunks)
+    x = readings * chunks * record.depth * schedule.rows * 2
+    work = records * record.rows * record.depth / PRODUCTS[schedule.mma][schedule.rows]
+    # While x is copied, the ring fills and nothing is multiplied: at the start, and wherever x is read again.
+    ring = copies * schedule.slots * record.size / PER_SM
+    exposed = max(x / COPY - ring, 0.0)
+    busy = work if whole else work + x / COPY - exposed
+    stream = max(problem.records.nbytes / STREAM, weights / PER_SM, (weights + x) / INGRESS)
+    # Sums of tiles that are held together are exchanged in turns that nothing hides.
+    turns = -(-rounds // schedule.wide) * (-(-schedule.wide // schedule.sums) - 1) + 1
+    return max(stream, busy) + exposed + turns * EXCHANGE[cluster]
