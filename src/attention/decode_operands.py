@@ -254,6 +254,7 @@ class Binder:
             and x.dtype == dtype
             and x.is_contiguous()
             and x.numel() >= count
+            and x.data_ptr() % 16 == 0
             for x, dtype, count in zip(
                 (counters, data), (torch.int32, torch.float32), needed, strict=True
             )
@@ -263,7 +264,7 @@ class Binder:
             "workspace",
             f"{type(workspace).__name__} of {getattr(counters, 'shape', None)}, "
             f"{getattr(data, 'shape', None)}",
-            f"{needed[0]} counters and {needed[1]} floats for {batch} requests",
+            f"{needed[0]} counters and {needed[1]} floats for {batch} requests, at multiples of 16 bytes",
             f"pass plan.workspace({batch}), or a larger one",
         )
         stats = self._slots(batch, ctas) * self.schedule.columns(self.spec) * 2

@@ -201,6 +201,14 @@ class DecodeSchedule:
             f"{self.groups(spec)} groups of warps that divide {self.tile // 16} sixteens of tokens",
             "choose more warps, or a larger tile",
         )
+        # What one CTA trades for is all that an SM has, and warps would wait for it forever.
+        require(
+            self.resident == 1 or not self.trades(spec),
+            "resident",
+            self.resident,
+            f"1 where {self.warps} warps take registers of the loading ones",
+            "choose 4 warps, or leave resident out",
+        )
         require(
             self.unpack == "arithmetic" or spec.packed,
             "unpack",

@@ -254,8 +254,9 @@ class Binder:
         for name, held in (("memory.records", memory.records), ("memory.delta", memory.delta)):
             if held is not None and held.device != device:
                 raise wrong(name, held, f"a tensor on {device}", "allocate the cache there")
-        if memory.delta is not None and not memory.delta.is_contiguous():
-            raise wrong("memory.delta", memory.delta, "contiguous memory", "allocate() it")
+        if memory.delta is not None and not _whole(memory.delta):
+            expected = "contiguous memory at a multiple of 16 bytes"
+            raise wrong("memory.delta", memory.delta, expected, "allocate() it")
         found["records"], found["pages"] = memory.records.data_ptr(), self.cache.pages
         found["page_stride"], found["head_stride"] = pool.page_stride, pool.head_stride
         found["delta"] = 0 if memory.delta is None else memory.delta.data_ptr()
@@ -328,8 +329,9 @@ class Binder:
             ("k_mean", means.k, self.spec.kv_heads),
         ):
             shape = (len(means.q), heads, self.spec.page.head_dim)
-            if x.shape != shape or x.device != device or not x.is_contiguous():
-                raise wrong(name, x, f"contiguous {shape} on {device}", "pass this layer's means")
+            if x.shape != shape or x.device != device or not _whole(x):
+                expected = f"contiguous {shape} on {device}, at a multiple of 16 bytes"
+                raise wrong(name, x, expected, "pass this layer's means")
             found[name] = x.data_ptr()
         found["mean_groups"] = len(means.q)
 
@@ -361,15 +363,22 @@ class Binder:
     ) -> None:
         wanted = workspace_of(self.kernel, batch, "meta")
         for name in ("counters", "stats", "partials"):
-            x, least = getattr(workspace, name, None), getattr(wanted, name).numel()
-            if not isinstance(x, torch.Tensor) or x.device != device or x.numel() < least:
-                raise wrong(
-                    f"workspace.{name}",
-                    x,
-                    f"{least} elements or more on {device}",
-                    f"make it with workspace({batch})",
-                )
+            x, like = getattr(workspace, name, None), getattr(wanted, name)
+            if (
+                not isinstance(x, torch.Tensor)
+                or (x.device, x.dtype) != (device, like.dtype)
+                or x.numel() < like.numel()
+                or not _whole(x)
+            ):
+                expected = f"{like.numel()} adjacent {like.dtype} or more on {device}, at 16 bytes"
+                fix = f"make it with workspace({batch})"
+                raise wrong(f"workspace.{name}", x, expected, fix)
             found[name] = x.data_ptr()
+
+
+def _whole(x: torch.Tensor) -> bool:
+    """Whether vectors of 16 bytes follow each other in a tensor."""
+    return x.is_contiguous() and x.data_ptr() % 16 == 0
 
 
 def _bits(scale: Any) -> int:

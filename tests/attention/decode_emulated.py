@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -57,8 +58,12 @@ def emulate(
     seed: int | None = 0,
     races: bool = False,
     memory: DecodeWorkspace | None = None,
+    early: Sequence[torch.Tensor] | None = None,
 ) -> DecodeWorkspace:
-    """Run a batch on ``ctas`` CTAs, one after the other; the workspace, whose counters are zero again."""
+    """Run a batch on ``ctas`` CTAs, one after the other; the workspace, whose counters are zero again.
+
+    ``early``: what may be touched before the kernel in front has ended; by default what the spec says.
+    """
     spec = batch.spec
     schedule = choose_decode(spec) if schedule is None else schedule
     memory = workspace(spec, schedule, len(batch.lengths), ctas) if memory is None else memory
@@ -68,6 +73,17 @@ def emulate(
     cached = [batch.cache] if spec.packed else list(batch.cache)
     maps = [] if spec.packed else [tensor_map(x, spec, schedule) for x in cached]
     touched = [batch.q, *cached, memory.counters, memory.data, *batch.given().values()]
-    kernel(spec, schedule).launch(arguments, *touched, grid=ctas, maps=maps, seed=seed, races=races)
+    if early is None:
+        known = [given["kv_lengths"], given.get("page_table", given["kv_lengths"]), *cached]
+        early = known if spec.prefetch else ()
+    kernel(spec, schedule).launch(
+        arguments,
+        *touched,
+        grid=ctas,
+        maps=maps,
+        seed=seed,
+        races=races,
+        early=early,
+    )
     assert not memory.counters.any(), "counters are not zero again"
     return memory

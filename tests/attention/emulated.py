@@ -111,5 +111,6 @@ class EmulatedAttention:
             cluster=size,
             maps=self.maps(found),
             shared=self.kernel.shared_memory + 1024,
+            early=(),
             **options,
         )

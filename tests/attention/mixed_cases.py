@@ -72,6 +72,7 @@ class MixedBatch:
     device: str = DEVICE
     shift: int = 0
     """Power of two that fast8 takes out of keys."""
+    quantised: dict[int, Rows] = field(default_factory=dict)
 
     @staticmethod
     def draw(
@@ -129,14 +130,17 @@ class MixedBatch:
         return sum(-(-n // self.spec.page) for _, n in self.lengths) + 3
 
     def rows(self, i: int) -> Rows:
-        """Keys and values of a request, quantised."""
-        group = None
-        if self.means is not None and self.means.kind == "sequence":
-            group = torch.full((len(self.k[i]),), i)
-        return self.cache.quantize(self.k[i], self.v[i], self.means, group)
+        """Keys and values of a request, quantised: once for each time that they are placed."""
+        if i not in self.quantised:
+            group = None
+            if self.means is not None and self.means.kind == "sequence":
+                group = torch.full((len(self.k[i]),), i)
+            self.quantised[i] = self.cache.quantize(self.k[i], self.v[i], self.means, group)
+        return self.quantised[i]
 
     def _place(self, random: torch.Generator) -> None:
         spec, device = self.spec, self.device
+        self.quantised.clear()
         counts = [n for n, _ in self.lengths]
         keys = [n for _, n in self.lengths]
         if spec.packed:
@@ -205,7 +209,8 @@ class MixedBatch:
                 shape = (self.pages, spec.kv_heads, spec.page, spec.head_dim)
                 pool = poisoned(shape, FP8).transpose(1, 2)
                 for i, part in enumerate(codes):
-                    for p, some in enumerate(part.split(spec.page)):
+                    # split() gives one part of nothing where there is nothing to split.
+                    for p, some in enumerate(part.split(spec.page) if len(part) else ()):
                         pool[table[i][p], : len(some)] = some
             elif spec.packed:
                 pool = torch.cat([*codes, poisoned((150, spec.kv_heads, spec.head_dim), FP8)])

@@ -142,5 +142,6 @@ def emulate(
         maps=maps(batch, q, chosen),
         seed=seed,
         races=races,
+        early=(),
     )
     return out, lse

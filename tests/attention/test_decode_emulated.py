@@ -64,6 +64,21 @@ def test_kd_17_bits_do_not_depend_on_batch_mates_pages_or_ctas(name: str) -> Non
         assert torch.equal(batch.out.tensor[rows], other.out.tensor)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_ge_14_new_keys_are_not_read_before_the_kernel_in_front_has_ended(rows: int) -> None:
+    """Of a cache that it appends to, the tiles with its rows wait; all before them do not."""
+    spec = replace(SMALL["fp8, heads of 256, prefetch"], heads=2, kv_heads=1, rows=rows)
+    for length in (130, 128 + rows, 64):
+        batch = Decoded.draw(spec, [length], seed=10)
+        old = [x[:, : length - rows] for x in batch.cache]
+        emulate(batch, ctas=2, early=[batch.operands["kv_lengths"], *old])
+        compare(batch)
+    batch = Decoded.draw(spec, [257], seed=10)
+    older = [x[:, :128] for x in batch.cache]
+    with pytest.raises(AssertionError, match=r"before griddepcontrol\.wait"):
+        emulate(batch, ctas=2, early=[batch.operands["kv_lengths"], *older])
+
+
 def test_cg_05_a_workspace_may_hold_anything_but_its_counters() -> None:
     spec = SMALL["bf16"]
     batch = Decoded.draw(spec, [200, 5], seed=5)

@@ -228,14 +228,16 @@ def test_cg_01_cg_07_streams() -> None:
     batch = Decoded.draw(spec, [500, 70], 14)
     plan = planned(spec)
     workspace = plan.workspace(2)
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
+    # A stream of torch's waits for no other one.
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
         batch.run(plan, workspace)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         batch.run(plan, workspace)
     batch.q.mul_(-1)
+    torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         graph.replay()
     torch.cuda.synchronize()

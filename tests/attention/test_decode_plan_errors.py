@@ -128,6 +128,8 @@ def test_workspaces() -> None:
     small = lambda w: DecodeWorkspace(w.counters[:1], w.data)  # noqa: E731
     assert refused(SPEC, workspace=small).startswith("workspace:")
     assert refused(SPEC, workspace=lambda w: DecodeWorkspace(w.counters, w.data[:9]))
+    shifted = lambda w: DecodeWorkspace(w.counters, torch.cat([w.data, w.data[:9]])[1:])  # noqa: E731
+    assert "multiples of 16 bytes" in refused(SPEC, workspace=shifted)
     binder = Binder(SPEC, choose_decode(SPEC))
     with pytest.raises(ArgumentError, match="batch"):
         binder.workspace(-1, 4)

@@ -123,6 +123,17 @@ def test_a_schedule_fits_or_is_refused(
     assert found.merge_tiles(spec) * 16 <= max(spec.head_dim, 64)
 
 
+def test_registers_are_not_traded_where_two_ctas_share_an_sm() -> None:
+    """One CTA takes all there are: warps of two would wait for theirs forever."""
+    spec = DecodeSpec(17, 1, 128, "int4", page=128)
+    shared = DecodeSchedule(tile=128, warps=8, stages=2, resident=2, carveout=100)
+    assert shared.trades(spec)
+    with pytest.raises(ArgumentError, match="resident"):
+        shared.check(spec)
+    replace(shared, resident=1).check(spec)
+    replace(shared, warps=4).check(spec)
+
+
 def test_schedules_that_are_none() -> None:
     for changes in ({"tile": 48}, {"warps": 3}, {"stages": 0}, {"part": 100}, {"unpack": "fma"}):
         with pytest.raises(ArgumentError):

@@ -19,8 +19,11 @@ from epicute.attention.mixed_decode_spec import (
 )
 from epicute.errors import ArgumentError, UnsupportedError
 from epicute.jit import DEFAULT_TARGET, Target, compile
+from epicute.kv.qk4pv8 import Memory
 from epicute.layouts.qk4pv8 import HEAD_DIMS, PAGE_SIZES, QK4PV8Page
+from epicute.quant.smoothing import Means
 from tests.attention.mixed_decode_cases import BF16, CASES, Batch, Case, bound, check
+from tests.kv.writes import shifted
 from tests.ptx import Kernel, TensorMap, ptx_of
 
 CTAS = 3
@@ -52,7 +55,7 @@ def launch(batch: Batch, **how: object) -> None:
         (size, page.head_dim, *((1,) if heads else ()), 1),
         size,
     )
-    options = {"resident": CTAS, "shared": kernel.shared_memory + 1024, **how}
+    options = {"resident": CTAS, "shared": kernel.shared_memory + 1024, "early": (), **how}
     compiled(batch.case).launch(arguments, *tensors, grid=CTAS, maps=[table], **options)
 
 
@@ -195,6 +198,15 @@ def test_kd_18_qk_10_what_no_kernel_serves_is_refused() -> None:
         ({"table": torch.zeros(2, 4, dtype=torch.int64)}, "page_table: got"),
         ({"batch": 1}, "workspace.counters: got"),
         ({"memory": replace(CASES["plain"], page=64).cache(5).allocate()}, "memory"),
+        ({"means": Means("static", shifted(1, 8, 128), torch.zeros(1, 2, 128))}, "q_mean: got"),
+        ({"means": Means("static", torch.zeros(1, 8, 128), shifted(1, 2, 128))}, "k_mean: got"),
+        ({"delta": shifted(5, 8, 1, 128, dtype=BF16)}, "memory.delta: got"),
+        ({"workspace": {"stats": shifted(10**5)}}, "workspace.stats: got"),
+        ({"workspace": {"partials": torch.zeros(10**7, dtype=torch.int32)}}, "workspace.partials"),
+        (
+            {"workspace": {"counters": torch.zeros(90, dtype=torch.int64)}},
+            "workspace.counters: got",
+        ),
     ],
 )
 def test_wrong_operands_are_refused_by_name(change: dict[str, object], named: str) -> None:
@@ -202,12 +214,18 @@ def test_wrong_operands_are_refused_by_name(change: dict[str, object], named: st
     kernel = kernel_of(batch.case)
     operands = {**batch.operands(), **{k: v for k, v in change.items() if k in batch.operands()}}
     operands = {name: x for name, x in operands.items() if x is not None}
+    workspace = workspace_of(kernel, change.get("batch", 2), "cpu")  # type: ignore[arg-type]
+    if "workspace" in change:
+        workspace = replace(workspace, **change["workspace"])  # type: ignore[arg-type]
+    memory = change.get("memory", batch.memory)
+    if "delta" in change:
+        memory = Memory(batch.memory.records, change["delta"])  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=named):
         Binder(batch.cache, kernel).bind(
             change.get("q", batch.q),  # type: ignore[arg-type]
-            change.get("memory", batch.memory),  # type: ignore[arg-type]
+            memory,  # type: ignore[arg-type]
             change.get("out", batch.out),  # type: ignore[arg-type]
-            workspace_of(kernel, change.get("batch", 2), "cpu"),  # type: ignore[arg-type]
+            workspace,
             (change.get("lengths", batch.lengths), change.get("table", batch.table)),  # type: ignore[arg-type]
             operands,
             CTAS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
@@ -94,6 +95,11 @@ class Batch:
             counters=self.counters,
             **self.places,
         )
+
+
+def shifted(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Zeros at an address that is no multiple of 16."""
+    return torch.zeros(math.prod(shape) + 1, dtype=dtype)[1:].view(shape)
 
 
 def fresh(case: Case, device: str) -> tuple[Memory, tuple[CastCounters, CastCounters] | None]:

@@ -11,7 +11,7 @@ from tests.ptx.machine import Warp
 from tests.ptx.memory import Segment
 from tests.ptx.program import PARAMS, SHARED
 
-__all__ = ["EVERY", "LANE", "RANK", "lanes_of", "owner", "places", "store"]
+__all__ = ["EVERY", "LANE", "RANK", "lanes_of", "owner", "places", "reach", "store"]
 
 RANK = 24
 """Bits of an address of a cluster's shared memory below the rank (plus one) of the CTA; 0 is one's own."""
@@ -40,7 +40,18 @@ def owner(w: Warp, address: int) -> tuple[Any, int]:
     """The CTA that an address of the cluster's shared memory is in, and the address there."""
     address &= SHARED - 1
     rank = address >> RANK
-    return (w.cta if rank == 0 else w.cta.cluster.ctas[rank - 1]), address & ((1 << RANK) - 1)
+    cta = w.cta if rank == 0 else w.cta.cluster.ctas[rank - 1]
+    assert not cta.over, f"shared memory of CTA {cta.block[0]}, which has ended"
+    return cta, address & ((1 << RANK) - 1)
+
+
+def reach(w: Warp, a: np.ndarray, size: int) -> None:
+    """Refuse memory that the kernel in front may still be at work on."""
+    if not w.behind:
+        early = w.cta.cluster.memory.is_early(a, size)
+        assert early.all(), (
+            f"{size} bytes at {int(a[~early][0]):#x} are touched before griddepcontrol.wait"
+        )
 
 
 def places(
@@ -58,6 +69,7 @@ def places(
         if space == "shared":
             a = a & (SHARED - 1)
     if space == "global":
+        reach(w, a, size)
         return [
             (lanes, segment, (a if lanes is None else a[lanes]) - segment.base)
             for lanes, segment in w.cta.cluster.memory.find(a, size)
@@ -70,7 +82,7 @@ def places(
     same = bool((ranks == ranks[0]).all())
     for rank in (int(ranks[0]),) if same else np.unique(ranks):
         lanes = None if same else np.flatnonzero(ranks == rank)
-        cta = w.cta if rank == 0 else w.cta.cluster.ctas[int(rank) - 1]
+        cta, _ = owner(w, int(rank) << RANK)
         offset = (a if lanes is None else a[lanes]) & ((1 << RANK) - 1)
         assert cta.shared.has(offset, size), (
             f"shared memory at {int(offset.min()):#x}, beyond {cta.shared.end:#x}"

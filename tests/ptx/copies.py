@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tests.ptx import floats
-from tests.ptx.access import EVERY, RANK, lanes_of, owner
+from tests.ptx.access import EVERY, RANK, lanes_of, owner, reach
 from tests.ptx.machine import Copy, Warp
 from tests.ptx.maps import TensorMap
 from tests.ptx.program import PARAMS, Instruction, known
@@ -65,6 +65,8 @@ def _small(h: Any, x: Instruction) -> Step:
         places = np.concatenate([targets, sources[counts > 0]])
         assert (places % size == 0).all(), "cp.async of unaligned addresses"
         assert cta.shared.has(targets, size), "cp.async beyond shared memory"
+        if counts.any():
+            reach(w, sources[counts > 0], size)
         clock = cluster.races.fork(w) if cluster.races else None
 
         def run() -> None:
@@ -109,15 +111,17 @@ def _arrive_after(h: Any, x: Instruction) -> Step:
         for lane in lanes:
             cta, place = owner(w, int(a[lane]))
             if not counted:
-                cta.mbarrier(place).pending += 1
+                cta.mbarrier(place, w).pending += 1
         clock = cluster.races.release(w, None) if cluster.races else None
+        behind = w.behind
 
         def run() -> None:
             for copy in before:
                 copy.force()
             for lane in lanes:
                 cta, place = owner(w, int(a[lane]))
-                barrier = cta.mbarrier(place)
+                barrier = cta.mbarrier(place, w)
+                barrier.behind |= behind
                 if clock is not None:
                     barrier.clock = (
                         clock if barrier.clock is None else np.maximum(barrier.clock, clock)
@@ -173,9 +177,11 @@ def _deliver(
     assert cta.shared.has(places, 1), f"a copy to {address:#x}, beyond shared memory"
     cta.shared.data[places] = data
     barrier = cta.mbarrier(mbarrier)
+    barrier.behind |= w.behind
     if cluster.races:
         actor = cluster.races.actor(rank, mbarrier)
-        cluster.races.write(actor, clock, rank, places)
+        cluster.races.write(actor, clock, rank, places, fenced=True)
+        assert not cta.over, f"a copy to {address:#x} of CTA {cta.block[0]}, which has ended"
         barrier.clock = cluster.races.tick(actor, barrier.clock)
     barrier.complete(size)
 
@@ -196,6 +202,7 @@ def _read_shared(w: Warp, places: np.ndarray, clock: Any, ticket: int) -> None:
     races = w.cta.cluster.races
     if races:
         races.read(races.warps + w.id, clock, w.cta.rank, places, fenced=True, ticket=ticket)
+        assert not w.cta.over, f"a copy from shared memory of CTA {w.cta.block[0]}, which has ended"
 
 
 def _ticket(w: Warp) -> int:
@@ -235,6 +242,8 @@ def _bulk(h: Any, x: Instruction) -> Step:
         assert not any(n % 16 for n in (count, target, source)), (
             f"a bulk copy of {count} bytes from {source:#x} to {target:#x}: not multiples of 16"
         )
+        if "global" in spaces:
+            reach(w, np.array([source if load else target]), count)
         clock = cluster.races.fork(w) if cluster.races else None
         ticket = _ticket(w)
         if load:
@@ -334,6 +343,9 @@ def _tensor(h: Any, x: Instruction) -> Step:
         w: Warp, table: TensorMap, place: tuple[int, ...], targets: list[tuple[int, int, int]]
     ) -> None:
         cluster = w.cta.cluster
+        if not w.behind:
+            addresses, inside = table.elements(place)
+            reach(w, addresses[inside], table.size)
         clock = cluster.races.fork(w) if cluster.races else None
         byte = np.arange(table.size)
 
@@ -360,6 +372,9 @@ def _tensor(h: Any, x: Instruction) -> Step:
         places = table.places(address)[:, None] + byte
         assert w.cta.shared.has(places, 1), "a copy from beyond shared memory"
         assert reduces is None, f"{x.opcode} is not known"
+        if not w.behind:
+            addresses, inside = table.elements(place)
+            reach(w, addresses[inside], table.size)
 
         def run() -> None:
             _read_shared(w, places, clock, ticket)

@@ -196,12 +196,24 @@ class Handlers:
                 w.fenced = True
 
             return note
-        if not x.opcode.startswith("fence.proxy.async"):
+        proxies = x.opcode.startswith("fence.proxy.async")
+        if not proxies and x.parts[0] != "mbarrier_init":
             return nothing
 
         def step(w: Warp, m: Any) -> None:
-            if w.cta.cluster.races:
+            for barrier in w.cta.mbarriers.values():
+                barrier.fenced |= barrier.maker == w.id
+            if proxies and w.cta.cluster.races:
                 w.cta.cluster.races.fence(w)
+
+        return step
+
+    def _griddepcontrol(self, x: Instruction) -> Step:
+        if x.parts[0] != "wait":
+            return nothing
+
+        def step(w: Warp, m: Any) -> None:
+            w.behind = w.cta.cluster.waited = True
 
         return step
 
@@ -372,6 +384,7 @@ class Handlers:
             barrier.arrived += LANES
             races = w.cta.cluster.races
             w.cta.cluster.effects += 1
+            barrier.behind |= w.behind
             if races:
                 barrier.clock = races.release(w, barrier.clock)
             if kind == "sync":
@@ -411,8 +424,12 @@ class Handlers:
                     assert a % 8 == 0, f"an mbarrier at {a:#x}"
                     assert 0 <= a <= w.cta.shared.end - 8, f"an mbarrier at {a:#x}"
                     assert 0 < n < 1 << 20, f"an mbarrier of {n} arrivals"
+                    races = w.cta.cluster.races
                     w.cta.mbarriers[a] = MBarrier(
-                        n, name=f"mbarrier {a:#x} of CTA {w.cta.block[0]}"
+                        n,
+                        name=f"mbarrier {a:#x} of CTA {w.cta.block[0]}",
+                        maker=w.id,
+                        made=races.epoch(w.id) if races else 0,
                     )
                     w.cta.cluster.effects += 1
 
@@ -447,7 +464,8 @@ class Handlers:
             clock = None
             for lane in lanes_of(m):
                 cta, place = owner(w, int(a[lane]))
-                barrier = cta.mbarrier(place)
+                barrier = cta.mbarrier(place, w)
+                barrier.behind |= w.behind
                 count = 1 if number is None else int(number[lane])
                 if expects:
                     barrier.expect(count)
@@ -481,8 +499,9 @@ class Handlers:
                 key = (int(a[lane]), int(p[lane]))
                 if key not in done:
                     assert key[1] in (0, 1), f"parity {key[1]}"
-                    barrier = w.cta.mbarrier(key[0])
+                    barrier = w.cta.mbarrier(key[0], w)
                     done[key] = barrier.passed(key[1])
+                    w.behind |= done[key] and barrier.over
                     if done[key] and w.cta.cluster.races:
                         w.cta.cluster.races.acquire(w, barrier.done)
                 passed[lane] = done[key]

@@ -63,6 +63,7 @@ class Kernel:
         seed: int | None = None,
         races: bool = False,
         resident: int = 1,
+        early: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Run a grid.
 
@@ -76,6 +77,7 @@ class Kernel:
             seed: to run clusters, warps and copies in an order of its own; None: in turn.
             races: look for accesses of shared memory that nothing orders.
             resident: clusters that run at the same time; kernels whose CTAs wait for each other need all of them.
+            early: what a kernel with ``griddepcontrol.wait`` may touch before that; None: anything.
 
         Raises AssertionError for all that hardware would not forgive, Deadlock (one of these) where nothing can go on.
         """
@@ -86,7 +88,7 @@ class Kernel:
         tables = dict(zip(self.maps, maps, strict=False))
         size = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
         assert size[0] % cluster == 0, f"{size[0]} CTAs in clusters of {cluster}"
-        memory = Memory(*tensors)
+        memory = Memory(*tensors, early=early)
         blocks = [(x, y, z) for z in range(size[2]) for y in range(size[1]) for x in range(size[0])]
         groups = [blocks[i : i + cluster] for i in range(0, len(blocks), cluster)]
         if seed is not None:
@@ -140,4 +142,5 @@ class Emulated(Kernel):
 
     def launch(self, arguments: Sequence[int], *tensors: torch.Tensor, **options: Any) -> None:
         """Run all blocks, one after the other; ``tensors`` are all memory they may touch."""
-        super().launch(arguments, *tensors, **{"grid": arguments[self.blocks], **options})
+        given = {"grid": arguments[self.blocks], "early": (), **options}
+        super().launch(arguments, *tensors, **given)

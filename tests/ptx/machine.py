@@ -65,11 +65,13 @@ class Warp:
             has one for each. waiting: what for, or empty. stalled: whether an mbarrier was not through. at: the
             instruction in work. products: WGMMAs that nobody has waited for. copies: what ``cp.async`` has begun.
             bulk: of each lane, the bulk stores it has begun. registers: of a thread; wanted: more of them, or 0.
-            fenced: whether a fence stands before its next arrival at the cluster's barrier.
+            fenced: whether a fence stands before its next arrival at the cluster's barrier. behind: whether it has
+            waited for the kernel in front, or for a warp that has.
     """
 
     def __init__(self, cta: Cta, index: int) -> None:
         program = cta.cluster.program
+        self.behind = not program.waits
         self.cta, self.index = cta, index
         self.id = cta.rank * cta.warp_count + index
         self.files = {
@@ -282,9 +284,11 @@ class Cta:
             races = self.cluster.races
             for w in barrier.waiting:
                 w.waiting = ""
+                w.behind |= barrier.behind
                 if races:
                     races.acquire(w, barrier.clock)
             barrier.arrived, barrier.waiting, barrier.count, barrier.clock = 0, [], 0, None
+            barrier.behind = False
 
     def trade(self) -> None:
         """Give registers to the warps that want more, as far as others have given them back."""
@@ -293,12 +297,23 @@ class Cta:
             if w.wanted and others + w.wanted <= self.registers:
                 w.registers, w.wanted, w.waiting = w.wanted, 0, ""
 
-    def mbarrier(self, address: int) -> MBarrier:
-        """The mbarrier at an address of its shared memory."""
+    @property
+    def over(self) -> bool:
+        """Whether all of its warps have returned: its shared memory is somebody else's then."""
+        return all(w.done for w in self.warps)
+
+    def mbarrier(self, address: int, user: Warp | None = None) -> MBarrier:
+        """The mbarrier at an address of its shared memory, for a warp, or for a copy."""
         found = self.mbarriers.get(address)
         assert found is not None, (
             f"no mbarrier was initialised at {address:#x} of CTA {self.block[0]}"
         )
+        if user is None or user.id != found.maker:
+            assert found.fenced, f"{found.name} is used with no fence behind its initialisation"
+            races = self.cluster.races
+            if races and user is not None and not found.shown:
+                known = races.clocks[user.id, 0, found.maker]
+                assert found.made <= known, f"race: {found.name} is used before it is initialised"
         return found
 
 
@@ -306,7 +321,8 @@ class Cluster:
     """CTAs that run together: those of a cluster, or of several.
 
     Attributes:
-        effects: grows with whatever another warp could wait for. queue: copies under way.
+        effects: grows with whatever another warp could wait for. queue: copies under way. waited: whether any warp has
+            waited for the kernel in front: one that has not may end before it, and what comes behind not know.
     """
 
     def __init__(
@@ -336,6 +352,8 @@ class Cluster:
         self.generation = 0
         self._clock: Any = None
         self._done: Any = None
+        self._behind = self._over = False
+        self.waited = not program.waits
 
     def parameter(self, address: int, size: int) -> np.ndarray:
         """Bytes of parameter space."""
@@ -356,6 +374,7 @@ class Cluster:
         if self.races and ordered:
             self._clock = self.races.release(warp, self._clock)
         assert warp.id not in self._arrived, "a warp arrived twice at the cluster's barrier"
+        self._behind |= warp.behind
         self._arrived.add(warp.id)
         warp.phase = self.generation
         self.effects += 1
@@ -368,6 +387,9 @@ class Cluster:
             self._arrived = set()
             self.generation += 1
             self._done, self._clock = self._clock, None
+            self._over, self._behind = self._behind, False
+            for barrier in (b for cta in self.ctas for b in cta.mbarriers.values()):
+                barrier.shown |= barrier.fenced
             for w in self.warps:
                 if w.waiting == CLUSTER:
                     w.waiting = ""
@@ -381,6 +403,7 @@ class Cluster:
             self._pass(warp)
 
     def _pass(self, warp: Warp) -> None:
+        warp.behind |= self._over
         if self.races:
             self.races.acquire(warp, self._done)
 
@@ -402,6 +425,7 @@ class Cluster:
                     )
             for c in clusters:
                 c._flush()
+                assert c.waited, "no warp has waited for the kernel in front"
 
     def places(self) -> str:
         """Where everything stands, for an error."""

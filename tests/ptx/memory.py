@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -33,19 +35,28 @@ class Segment:
 
 
 class Memory:
-    """The tensors of a launch at their own addresses; nothing beside them may be touched."""
+    """The tensors of a launch at their own addresses; nothing beside them may be touched.
 
-    def __init__(self, *tensors: torch.Tensor) -> None:
+    ``early``: those that may be read before the kernel in front has ended, as it does not write them; None for all.
+    """
+
+    def __init__(self, *tensors: torch.Tensor, early: Sequence[torch.Tensor] | None = None) -> None:
         self.spans: list[Segment] = []
+        self.early = None if early is None else [_reach(x) for x in early if x.numel()]
         for tensor in tensors:
             if not tensor.numel():
                 continue
-            size = tensor.element_size()
-            last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
             raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
-            start = tensor.data_ptr()
-            base = start - tensor.storage_offset() * size
-            self.spans.append(Segment(raw, base, start, start + (last + 1) * size))
+            start, end = _reach(tensor)
+            base = start - tensor.storage_offset() * tensor.element_size()
+            self.spans.append(Segment(raw, base, start, end))
+
+    def is_early(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """Whether ``size`` bytes from each address may be read before the kernel in front has ended."""
+        found = np.full(len(addresses), self.early is None)
+        for start, end in self.early or ():
+            found |= (addresses >= start) & (addresses + size <= end)
+        return found
 
     def find(self, addresses: np.ndarray, size: int) -> list[tuple[np.ndarray | None, Segment]]:
         """The tensors that hold ``size`` aligned bytes from each address, with the positions of the addresses in each.
@@ -91,6 +102,13 @@ class Memory:
         raise AssertionError(
             f"memory that was not given: {size} bytes at {address:#x}{self._near(address)}"
         )
+
+
+def _reach(tensor: torch.Tensor) -> tuple[int, int]:
+    """First address, and the one behind the last."""
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
 
 
 class Shared(Segment):

@@ -71,6 +71,7 @@ class Program:
         code: instructions. labels: index of the instruction behind each label. threads: of a CTA.
         registers: (class, number) of each register's name; counts: registers of each class.
         registers_per_thread: that a launch gives, before warps trade them.
+        waits: whether it waits for the kernel in front of it.
         params: by name, in order. symbols: addresses of parameters (generic) and of shared arrays (in shared memory).
         static: bytes of shared memory in front of the dynamic ones.
     """
@@ -85,9 +86,9 @@ class Program:
         self.block = tuple(int(n or 1) for n in threads.groups())
         self.threads = self.block[0] * self.block[1] * self.block[2]
         most = re.search(r"\.maxnreg\s+(\d+)", directives)
-        self.registers_per_thread = (
-            int(most[1]) if most else min(65536 // self.threads // 8 * 8, 256)
-        )
+        ctas = re.search(r"\.minnctapersm\s+(\d+)", directives)
+        share = 65536 // (self.threads * int(ctas[1] if ctas else 1))
+        self.registers_per_thread = int(most[1]) if most else min(share // 8 * 8, 256)
         self.params = self._parameters(head)
         self.registers: dict[str, tuple[str, int]] = {}
         self.counts = dict.fromkeys("phuU", 0)
@@ -99,6 +100,7 @@ class Program:
         self._branches: list[tuple[Instruction, list[dict[str, int]]]] = []
         self._parse(body)
         self.written = self._written()
+        self.waits = any(x.opcode == "griddepcontrol.wait" for x in self.code)
 
     def _parameters(self, head: str) -> dict[str, Param]:
         found: dict[str, Param] = {}

@@ -123,15 +123,26 @@ class Races:
                 f"{self.names[int(writer[i])]} writes"
             )
 
-    def write(self, actor: int, clock: np.ndarray, cta: int, places: np.ndarray) -> None:
-        """An actor writes."""
+    def write(
+        self,
+        actor: int,
+        clock: np.ndarray,
+        cta: int,
+        places: np.ndarray,
+        fenced: bool = False,
+    ) -> None:
+        """An actor writes; ``fenced``: by the asynchronous proxy, which may pass what warps wrote without a fence."""
         places = np.unique(places)
         writer, written = self.writer[cta, places], self.written[cta, places]
         bad = (written > clock[0][writer]) & (writer != actor)
+        what = "writes"
+        if fenced and not bad.any():
+            bad = (written > clock[1][writer]) & (writer < self.warps)
+            what = "writes without a fence"
         if bad.any():
             where, other = int(places[np.argmax(bad)]), int(writer[np.argmax(bad)])
             raise AssertionError(
-                f"race: {self.names[actor]} writes byte {where:#x} of rank {cta}, which {self.names[other]} writes"
+                f"race: {self.names[actor]} {what} byte {where:#x} of rank {cta}, which {self.names[other]} writes"
             )
         used = len(self.names)
         late = self.read_at[cta, :used, places] > clock[0][:used]

@@ -18,6 +18,7 @@ HEAD = """
 {params}
 )
 .reqntid {threads}, 1, 1
+.minnctapersm {ctas}
 {{
     .reg .pred %p<20>;
     .reg .b16 %rs<40>;
@@ -54,11 +55,16 @@ STORES = {
 
 
 def snippet(
-    body: str, threads: int = 32, width: int = 4, tensors: int = 1, maps: int = 0
+    body: str,
+    threads: int = 32,
+    width: int = 4,
+    tensors: int = 1,
+    maps: int = 0,
+    ctas: int = 1,
 ) -> Kernel:
     """A kernel of ``body``, which finds its thread's number in %r1, shared memory from %r9 on, the tensors' addresses
     in %rd10, %rd11 …, and tensor maps' in %rd20 …; what it leaves in %r2 (%rd2, or %r2 to %r5, by ``width``) is stored
-    to the thread's place in the first tensor.
+    to the thread's place in the first tensor. ``ctas``: of an SM.
     """
     params = [f"    .param .align 64 .b8 m{i}[128]" for i in range(maps)]
     params += [f"    .param .u64 f_param_{i}" for i in range(tensors)]
@@ -69,7 +75,11 @@ def snippet(
     loads += [f"    ld.param.b64 %rd{10 + i}, [f_param_{i}];" for i in range(tensors)]
     store, value = STORES[width]
     head = HEAD.format(
-        params=",\n".join(params), threads=threads, width=width, loads="\n".join(loads)
+        params=",\n".join(params),
+        threads=threads,
+        ctas=ctas,
+        width=width,
+        loads="\n".join(loads),
     )
     return Kernel(head + body + TAIL.format(store=store, value=value))
 

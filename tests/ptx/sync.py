@@ -16,11 +16,17 @@ class Named:
     arrived: int = 0
     waiting: list[Any] = field(default_factory=list)
     clock: Any = None
+    behind: bool = False
 
 
 @dataclass
 class MBarrier:
-    """An mbarrier: a phase ends when ``pending`` arrivals and ``bytes`` of copies are none."""
+    """An mbarrier: a phase ends when ``pending`` arrivals and ``bytes`` of copies are none.
+
+    ``maker``, ``made``: the warp that initialised it, and when; ``fenced``: whether it has said so to the others;
+    ``shown``: whether a barrier of the cluster has passed behind that. ``behind``, ``over``: whether any that arrive in
+    this phase, or arrived in the one before, have waited for the kernel in front.
+    """
 
     count: int
     pending: int = 0
@@ -29,6 +35,12 @@ class MBarrier:
     name: str = ""
     clock: Any = None
     done: Any = None
+    maker: int = -1
+    made: int = 0
+    fenced: bool = False
+    shown: bool = False
+    behind: bool = False
+    over: bool = False
 
     def __post_init__(self) -> None:
         self.pending = self.count
@@ -59,6 +71,7 @@ class MBarrier:
             self.phase ^= 1
             self.pending = self.count
             self.done, self.clock = self.clock, None
+            self.over, self.behind = self.behind, False
 
     def passed(self, parity: int) -> bool:
         """Whether the phase of that parity is over."""

@@ -93,6 +93,7 @@ class TestBulk:
             ld.shared.b32 %r2, [%r3];
             @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r9+1024], 512;
             @%p1 {BULK} [%r9], [%rd11], 512, [%r9+1024];"""
+            + WAIT.format("%r9+1024", 1)
         )
         with pytest.raises(AssertionError, match="which CTA 0 warp 1 reads"):
             run(body, words(64), data(), threads=64, races=True)
@@ -164,6 +165,7 @@ class TestBulk:
             @%p1 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes
                 [%r5+512], [%r9], 128, [%r5+1024];
             {WAIT.format("%r9+1024", 0)} ld.shared.b32 %r2, [%r3+512];
+            barrier.cluster.arrive; barrier.cluster.wait;
             mul.wide.u32 %rd5, %r10, 128; add.s64 %rd4, %rd4, %rd5;"""
         )
         out = words(64)

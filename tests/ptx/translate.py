@@ -18,7 +18,7 @@ from tests.ptx.program import Instruction, Program
 
 __all__ = ["Translator", "blocks_on", "is_collective"]
 
-IGNORED = ("griddepcontrol", "prefetch", "prefetchu", "discard", "nanosleep", "membar", "applypriority",
+IGNORED = ("prefetch", "prefetchu", "discard", "nanosleep", "membar", "applypriority",
            "pmevent")  # fmt: skip
 COLLECTIVE = ("shfl", "vote", "redux", "elect", "match", "ldmatrix", "stmatrix", "movmatrix", "mma", "wgmma",
               "setmaxnreg")  # fmt: skip
