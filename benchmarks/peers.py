@@ -77,18 +77,31 @@ def scaled_mm(layer: Layer, fast: bool) -> Run:
     return run
 
 
-def quack_gemm(layer: Layer) -> Run:
-    """quack's BF16 GEMM, tuned by its own autotuner.
+QUACK = "quack-kernels==0.6.5"
+"""What the peer was written against."""
 
-    quack replaces a part of the DSL's argument conversion when it is imported, for the whole
-    process: leave it out of runs whose compile times count.
+
+def quack_gemm(layer: Layer) -> Run:
+    """quack's BF16 GEMM, tuned by its own autotuner when a copy is first run.
+
+    Importing quack replaces parts of the DSL, its argument conversion and its tensors, for the
+    whole process. Add it last, when every kernel of ours is compiled and loaded; a table that is
+    measured in the same process afterwards compiles in other processes all the same.
+
+    Raises RuntimeError, with what to install, where quack is not there or does not import.
     """
-    from quack.gemm_interface import gemm  # type: ignore[import-not-found]
+    try:
+        from quack.gemm_interface import gemm  # type: ignore[import-not-found]
+    except Exception as error:  # whatever a package of others raises while it patches the DSL
+        raise RuntimeError(
+            f"quack does not import here ({type(error).__name__}: {error}): pip install "
+            f"--no-deps {QUACK}, or leave --quack out"
+        ) from error
 
     outputs = _outputs(layer)
 
     def run(copy: int) -> dict[str, Tensor]:
-        gemm(layer.x[copy], layer.weight[copy].t(), out=outputs[copy])
+        gemm(layer.x[copy], layer.weight[copy].t(), out=outputs[copy], tuned=True)
         return {"out": outputs[copy]}
 
     return run

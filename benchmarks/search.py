@@ -1,9 +1,14 @@
 """Table ``search``: the schedule that ``choose`` gives, beside others that its arithmetic ranks next.
 
 A case is one projection in one format, with the plain epilogue of ``gemm``. Its candidates are the
-chosen schedule and the legal ones of least clocks by ``epicute.gemm.model``, named as they print; of
-those that differ in width alone, the best two.
+chosen schedule and the legal ones of least clocks by ``epicute.gemm.model``, named as they print,
+tiles among them that are wider than any that is chosen; of those that differ in width alone, the
+best three.
 All share the packed weights and the outputs, which are poisoned again before each is checked.
+
+168 cases take longer than a session with a card: ``--shapes``, ``--layers`` and ``--M`` name a part
+of them, ``--budget`` ends in time, and with either ``--resume`` or ``--budget`` the rows measured
+before are kept and their cases passed over. A row that failed is measured again.
 
 A row's ``schedule`` is the chosen one and its time ``ours``; ``best`` is the fastest that was timed,
 which may be the chosen one. ``tried`` of ``legal`` schedules were timed.
@@ -11,8 +16,9 @@ which may be the chosen one. ``tried`` of ``legal`` schedules were timed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -33,6 +39,7 @@ from epicute.epilogues import Composition
 from epicute.gemm import GemmKernel, Schedule
 from epicute.gemm.choice import SMS, ranked, schedules
 from epicute.gemm.model import clocks
+from epicute.gemm.schedule import ACCUMULATORS
 from epicute.weights import Packed
 
 __all__ = ["BEHIND", "PAPER", "Search", "cases", "kernels", "measure", "summary", "table"]
@@ -48,6 +55,12 @@ BEHIND = 1.03
 """Chosen over best beyond which the summary names a case."""
 
 SIZE = ("shape", "layer", "M", "N", "K")
+
+FOUND = ("tried", "legal", "schedule", "best", "variant")
+"""What a row says beside its case."""
+
+BUILDING = 6.0
+"""Seconds that a case takes beside its slices: data, references, checks, graphs."""
 
 
 @dataclass
@@ -86,13 +99,13 @@ class Search:
         def cost(schedule: Schedule) -> float:
             return clocks(schedule, problem, self.layer.M, SMS)
 
-        return sorted(schedules(problem, self.kernel.target), key=cost)
+        return sorted(schedules(problem, self.kernel.target, ACCUMULATORS), key=cost)
 
     @property
     def candidates(self) -> dict[str, Schedule]:
         """The schedules to time by name, the chosen one first."""
         problem, target = self.kernel.spec.problem, self.kernel.target
-        found = ranked(problem, target, self.layer.M)
+        found = ranked(problem, target, self.layer.M, ACCUMULATORS)
         wanted = [self.chosen, *islice(found, self.layer.options.tries)]
         return {str(schedule): schedule for schedule in wanted}
 
@@ -108,6 +121,37 @@ def cases(options: Options) -> Iterator[Search]:
     for layer in layers(options):
         for weights in formats:
             yield Search(layer, weights, options.accumulate)
+
+
+def left(options: Options) -> Iterator[Search]:
+    """Cases that no earlier run has measured."""
+    done = [identity(row["case"]) for row in options.progress.rows if "failed" not in row]
+    for found in cases(options):
+        if identity(found.case) not in done:
+            yield found
+
+
+def identity(case: Mapping[str, Any]) -> dict[str, Any]:
+    """What tells cases apart, of a case or of a row's."""
+    return {name: value for name, value in case.items() if name not in FOUND}
+
+
+def fitting(options: Options) -> Iterator[Search]:
+    """Those left for which there should be time, so that no others are compiled."""
+    deadline = options.progress.deadline
+    start = time.monotonic()
+    for found in left(options):
+        yield found
+        start += seconds(found)
+        if deadline is not None and start > deadline:
+            return
+
+
+def seconds(found: Search) -> float:
+    """What a case should take."""
+    options = found.layer.options
+    slices = (options.rounds + 1) * (options.lead_us + options.slice_us) / 1e6
+    return slices * (options.tries + 1) + BUILDING
 
 
 def measure(found: Search, session: Session) -> list[Row]:
@@ -165,14 +209,18 @@ def row(found: Search, session: Session) -> Row:
 
 def kernels(options: Options) -> Iterator[GemmKernel]:
     """Every kernel the table runs, each once."""
-    return once(made for found in cases(options) for made in found.kernels())
+    return once(made for found in fitting(options) for made in found.kernels())
 
 
 def table(options: Options, timer: Timer, source: Provenance, folder: Path) -> Table:
-    """Measure every case and write ``search.json`` into ``folder``."""
+    """Measure every case that is left and write ``search.json``, with the rows of earlier runs, into ``folder``."""
     protocol = options.protocol + PROTOCOL.format(tries=options.tries)
     found = Table("search", PAPER, protocol, floors.SENTENCE, source, folder / "search.json")
-    return fill(found, cases(options), measure, timer, options.rounds)
+    wanted = list(left(options))
+    again = [identity(case.case) for case in wanted]
+    kept = [row for row in options.progress.rows if identity(row["case"]) not in again]
+    progress = replace(options.progress, rows=kept)
+    return fill(found, wanted, measure, timer, options.rounds, progress)
 
 
 def summary(content: Mapping[str, Any]) -> str:

@@ -19,18 +19,27 @@ from epicute.epilogues.values import Table
 __all__ = [
     "DSL_OPERATIONS",
     "Lazy",
+    "Rounded",
+    "Shared",
+    "add_square",
     "again",
     "anchor",
     "force",
     "keep",
     "lanes_of",
+    "largest_of_words",
     "opaque",
     "pack_words",
     "pure_asm",
     "select",
+    "unpack_bfloat16",
 ]
 
 LOG2_E = log2(2.718281828459045)
+
+NEAREST = 1.5 * 2.0**23
+"""Added and taken away again, it leaves the nearest integer of what is at most 2**22: two additions, where a conversion
+would take its turn in the unit that sine and cosine need."""
 
 TWO_PI = (6.28125, 0.0019353071693331003, 1.0253376273028358e-11)
 """2π in three parts, subtracted one after the other: the first difference is exact for angles below 2**22."""
@@ -67,7 +76,6 @@ _sub = _binary("sub.rn.f32")
 _mul = _binary("mul.rn.f32")
 _exp2 = _unary("ex2.approx.ftz.f32")
 _reciprocal_approx = _unary("rcp.approx.ftz.f32")
-_rint = _unary("cvt.rni.f32.f32")
 
 
 def _fma(a: Any, b: Any, c: Any) -> Any:
@@ -126,7 +134,7 @@ def _tanh(x: Any) -> Any:
 
 def _reduced(x: Any) -> Any:
     """``x`` minus the nearest multiple of 2π, so that the hardware's sine is good to 1e-6."""
-    turns = _rint(_mul(x, 1.0 / (2.0 * pi)))
+    turns = _sub(_fma(x, 1.0 / (2.0 * pi), NEAREST), NEAREST)
     for part in TWO_PI:
         x = _fma(turns, -part, x)
     return x
@@ -138,17 +146,22 @@ class Lazy:
     Instructions then come lane by lane in the order of the stores and sums, not operation by operation over all lanes,
     and few values are alive at a time. A lane must first be needed outside of any branch.
 
-    operation, arguments: the table's operation and the lanes it is applied to; none for what is loaded.
+    operation, arguments: the table's operation and the lanes it is applied to; none for what is loaded. shared: where
+    results of operations on it are kept, for a lane that several rows have alike.
     """
 
-    __slots__ = ("_make", "_value", "arguments", "operation")
+    __slots__ = ("_make", "_value", "arguments", "operation", "shared")
 
     def __init__(
-        self, make: Callable[..., Any], operation: str = "", arguments: tuple[Any, ...] = ()
+        self,
+        make: Callable[..., Any],
+        operation: str = "",
+        arguments: tuple[Any, ...] = (),
+        shared: Shared | None = None,
     ) -> None:
         self._make: Callable[..., Any] | None = make
         self._value: Any = None
-        self.operation, self.arguments = operation, arguments
+        self.operation, self.arguments, self.shared = operation, arguments, shared
 
     def get(self) -> Any:
         """The register."""
@@ -166,6 +179,55 @@ class Lazy:
         if self._make is None or not self.operation:
             return self.get()
         return self._make(*map(again, self.arguments))
+
+
+class Shared:
+    """Operations on lanes that do not depend on the row, each done once for all rows of a scope.
+
+    A lane lives from the first row that needs it to the last, in a register. Scopes nest, and what mixes lanes of two
+    belongs to the inner one; what mixes lanes of two that do not nest belongs to neither.
+    """
+
+    def __init__(self, outer: Shared | None = None) -> None:
+        self._chain: tuple[Shared, ...] = (self, *(outer._chain if outer else ()))
+        self._found: dict[Any, Lazy] = {}
+
+    def lane(self, name: Any, make: Callable[[], Any]) -> Lazy:
+        """The lane ``name``, loaded when it is first needed."""
+        return self._once(("", name), lambda: Lazy(make, shared=self))
+
+    def apply(self, function: Callable[..., Any], operation: str, lane: tuple[Any, ...]) -> Lazy:
+        """An operation's result; its arguments are kept with it, so that their identities stay theirs."""
+        key = (operation, *((type(a), a if _is_number(a) else id(a)) for a in lane))
+        return self._once(key, lambda: Lazy(function, operation, lane, self))
+
+    def _once(self, key: Any, make: Callable[[], Lazy]) -> Lazy:
+        if key not in self._found:
+            self._found[key] = make()
+        return self._found[key]
+
+    @staticmethod
+    def of(lane: tuple[Any, ...]) -> Shared | None:
+        """The innermost scope among an operation's arguments; None where one of them is a row's own."""
+        scopes = {getattr(a, "shared", None) for a in lane if not _is_number(a)}
+        return next((s for s in scopes if s is not None and scopes <= {*s._chain}), None)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (bool, int, float))
+
+
+class Rounded(Lazy):
+    """One lane of two that were rounded together.
+
+    kind: ``bf16``, ``f16`` or ``e4m3``. pair: the lane that computes both. half: which of them this is.
+    """
+
+    __slots__ = ("half", "kind", "pair")
+
+    def __init__(self, pair: Lazy, half: int, kind: str) -> None:
+        super().__init__(lambda: pair.get()[half])
+        self.pair, self.half, self.kind = pair, half, kind
 
 
 def force(lane: Any) -> Any:
@@ -192,7 +254,53 @@ def _later(function: Callable[..., Any], lanes: list[Any], operation: str = "") 
     return Lazy(function, operation, tuple(lanes))
 
 
-def _rounded(text: str) -> Callable[[Any], list[Any]]:
+def add_square(total: Any, lane: Any) -> Any:
+    """``total + lane``, in one instruction where the lane is the square of a rounded value; None where it is not.
+
+    A value of at most eleven bits has a square of at most 22: float32 holds it, and one rounding is as good as two.
+    Only squares below 2**-126, of bfloat16 below 2**-63, are rounded twice otherwise and once here.
+    """
+    if not (isinstance(lane, Lazy) and lane.operation == "mul" and lane.pending):
+        return None
+    x, y = lane.arguments
+    return _fma(force(x), force(x), total) if x is y and isinstance(x, Rounded) else None
+
+
+def largest_of_words(lanes: list[Any]) -> Any:
+    """Largest magnitude of whole pairs of values rounded to bfloat16, NaN where any is, two at a time; else None.
+
+    A magnitude's word comes from an FMA unit, and three words have one maximum: the ALU, where single maxima and
+    conversions queue, does a quarter of the work.
+    """
+    pairs = list(zip(lanes[0::2], lanes[1::2], strict=False))
+    whole = len(lanes) % 2 == 0 and all(
+        isinstance(a, Rounded)
+        and isinstance(b, Rounded)
+        and a.pair is b.pair
+        and (a.half, b.half, a.kind) == (0, 1, "bf16")
+        for a, b in pairs
+    )
+    if not whole:
+        return None
+    found: Any = None
+    for a, _ in pairs:
+        (word,) = pack_words(list(a.pair.arguments), "bf16")
+        size = pure_asm("abs.bf16x2 $0, $1;", "=r,r", Int32, word)
+        text = "max.NaN.bf16x2 $0, $1, $2;"
+        found = size if found is None else pure_asm(text, "=r,r,r", Int32, found, size)
+    return _binary("max.NaN.f32")(*unpack_bfloat16(found))
+
+
+_LOW = "{ .reg .b32 t; shl.b32 t, $1, 16; mov.b32 $0, t; }"
+_HIGH = "{ .reg .b32 t; and.b32 t, $1, 0xFFFF0000; mov.b32 $0, t; }"
+
+
+def unpack_bfloat16(word: Any) -> list[Any]:
+    """The two values of a word."""
+    return [pure_asm(text, "=f,r", Float32, word) for text in (_LOW, _HIGH)]
+
+
+def _rounded(text: str, kind: str) -> Callable[[Any], list[Any]]:
     """Round lanes two at a time: the packed conversions are far faster than the single ones."""
 
     def both(a: Any, b: Any) -> list[Any]:
@@ -205,7 +313,7 @@ def _rounded(text: str) -> Callable[[Any], list[Any]]:
         found: list[Any] = []
         for a, b in zip(lanes[0::2], [*lanes[1::2], lanes[-1]], strict=False):
             pair = _later(both, [a, b])
-            found += [Lazy(lambda p=pair, i=i: p.get()[i]) for i in (0, 1)]
+            found += [Rounded(pair, half, kind) for half in (0, 1)]
         return found[: len(lanes)]
 
     return call
@@ -228,10 +336,14 @@ def lanes_of(function: Callable[..., Any], operation: str) -> Callable[..., list
         done: dict[tuple[int, ...], Any] = {}
         out = []
         for i in range(count):
-            lane = [x[i] if len(x) > 1 else x[0] for x in lists]
+            lane = tuple(x[i] if len(x) > 1 else x[0] for x in lists)
+            scope = Shared.of(lane)
+            if scope is not None:
+                out.append(scope.apply(function, operation, lane))
+                continue
             key = tuple(map(id, lane))
             if key not in done:
-                done[key] = _later(function, lane, operation)
+                done[key] = Lazy(function, operation, lane)
             out.append(done[key])
         return out
 
@@ -282,9 +394,9 @@ _SCALARS: dict[str, Callable[..., Any]] = {
 
 DSL_OPERATIONS: Table = {
     **{name: lanes_of(function, name) for name, function in _SCALARS.items()},
-    "round_bfloat16": _rounded(_ROUND_BFLOAT16),
-    "round_float16": _rounded(_ROUND_FLOAT16),
-    "round_float8": _rounded(_ROUND_FLOAT8),
+    "round_bfloat16": _rounded(_ROUND_BFLOAT16, "bf16"),
+    "round_float16": _rounded(_ROUND_FLOAT16, "f16"),
+    "round_float8": _rounded(_ROUND_FLOAT8, "e4m3"),
 }
 
 

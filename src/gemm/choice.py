@@ -29,6 +29,10 @@ TALL = 1.01
 """What 256x128 with 1x2 saves a plain store over what ``clocks`` says: 128x256 with 2x1 took 1.02 of its time, over 49
 products at M = 1024 to 8192, and a tile that fills the last turn better gains less than that at the power limit."""
 
+ACCUMULATORS = 128
+"""Most accumulators of a thread in a tile that is chosen. Up to 192 are legal; what an epilogue needs beside them is
+seen only by compiling it, and whether such tiles pay only by timing them."""
+
 SHAPES = ((128, False), (256, False), (64, True), (128, True))
 """Rows of a tile, ping-pong."""
 
@@ -82,9 +86,11 @@ def _widest(problem: Problem, target: Target) -> Schedule:
     return found
 
 
-def schedules(problem: Problem, target: Target) -> Iterator[Schedule]:
-    """Every legal schedule, each with as many stages as fit: what ``choose`` chooses from."""
-    units = min(256 // problem.unit, problem.rows // problem.unit)
+def schedules(problem: Problem, target: Target, most: int = ACCUMULATORS) -> Iterator[Schedule]:
+    """Every legal schedule of at most ``most`` accumulators a thread, each with as many stages as fit: by default what
+    ``choose`` chooses from.
+    """
+    units = min(2 * most // problem.unit, problem.rows // problem.unit)
     for count in range(units, 0, -1):
         for tile_m, pingpong in SHAPES:
             for cluster_m, cluster_n in CLUSTERS:
@@ -95,6 +101,8 @@ def schedules(problem: Problem, target: Target) -> Iterator[Schedule]:
                     cluster_n=cluster_n,
                     pingpong=pingpong,
                 )
+                if found.accumulators > most:
+                    continue
                 found = _deepest(found, problem, target)
                 try:
                     found.check(problem, target)
@@ -103,10 +111,13 @@ def schedules(problem: Problem, target: Target) -> Iterator[Schedule]:
                 yield found
 
 
-def ranked(problem: Problem, target: Target, rows: int) -> Iterator[Schedule]:
-    """The legal schedules of least clocks for ``rows`` rows; of those that differ in width alone, ``WIDTHS``."""
+def ranked(
+    problem: Problem, target: Target, rows: int, most: int = ACCUMULATORS
+) -> Iterator[Schedule]:
+    """Those of ``schedules`` of least clocks for ``rows`` rows; of those that differ in width alone, ``WIDTHS``."""
     seen: Counter[Schedule] = Counter()
-    for schedule in sorted(schedules(problem, target), key=lambda s: clocks(s, problem, rows, SMS)):
+    legal = schedules(problem, target, most)
+    for schedule in sorted(legal, key=lambda s: clocks(s, problem, rows, SMS)):
         family = replace(schedule, tile_n=8, stages=2)
         seen[family] += 1
         if seen[family] <= WIDTHS:

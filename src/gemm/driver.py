@@ -8,6 +8,8 @@ range, where there are several, is made at run time.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -15,17 +17,13 @@ import torch
 from cutlass import Float32, Int32, Int64, cute
 
 from epicute.epilogues.context import run_body
-from epicute.epilogues.dsl import DSL_OPERATIONS, opaque
-from epicute.epilogues.operands import (
-    Counter,
-    Maximum,
-    Scalar,
-)
+from epicute.epilogues.dsl import DSL_OPERATIONS, Shared, opaque
+from epicute.epilogues.operands import Counter, HeadVector, Maximum, Scalar
 from epicute.epilogues.policy import Pairwise
 from epicute.epilogues.resolve import Resolved, Step
 from epicute.epilogues.values import Value
 from epicute.gemm.arguments import ArgumentLayout
-from epicute.gemm.lanes import NOTHING, KernelContext, Place, Tile, widen
+from epicute.gemm.lanes import NOTHING, KernelContext, Place, Scopes, Tile, widen
 from epicute.gemm.memory import (
     load_global,
 )
@@ -37,7 +35,8 @@ from epicute.gemm.work import Work
 __all__ = ["Driver", "Tile", "TileState"]
 
 DEFERRED_COLUMNS = 64
-"""Widest unit whose stores wait for all of its rows; beyond, or with several ranges, that was seen to spill."""
+"""Most columns of a unit, times blocks of rows, whose stores wait for all of the rows; beyond, or with several ranges,
+that was seen to spill."""
 
 
 class TileState:
@@ -94,6 +93,10 @@ class Driver:
         """
         # Opaque, or whatever depends on the thread alone is kept in registers across the multiplication.
         thread = opaque(Int32(thread))
+        if self._by_rows(tile):
+            self._run_by_rows(acc, tile, thread)
+            return
+        rows, whole = list(self._held(thread)), Scopes(Shared(), first=tile.n * self.units)
         for u in range(self.units):
             if tile.stream is not None:
                 tile.stream.arrive(u)
@@ -101,24 +104,92 @@ class Driver:
             for r, span in enumerate(self.resolved.ranges):
                 index = unit - span.first_unit
 
-                def body(r: int = r, u: int = u, index: Any = index) -> None:
-                    work = Work(self._defers(), tile.ring, tile.m)
-                    for block, half, place in self._places(tile, r, u, index, thread):
-                        place.work, place.half = work, half
-                        self._row(acc, place, r, u, block, half)
-                    work.settle()
+                def body(
+                    r: int = r, u: int = u, index: Any = index, scopes: Scopes | None = None
+                ) -> None:
+                    self._unit(acc, tile, (r, u, index), rows, scopes or Scopes(Shared()))
 
                 if self._one_range():
-                    body()
+                    body(scopes=whole)
                 else:
                     when((index >= 0) & (index < span.units), body)
-            if tile.stream is not None:
+            if tile.stream is not None and not self._one_range():
                 tile.stream.depart(u)
 
-    def _defers(self) -> bool:
-        """Whether a unit is small enough for its stores to wait until all its rows are computed."""
+    def _unit(
+        self, acc: Any, tile: Tile, at: tuple[int, int, Any], rows: list[Any], scopes: Scopes
+    ) -> None:
+        """A range's chain on the rows that a thread holds of a unit; ``at``: range, unit of the tile and of the range.
+
+        Stores wait for all rows of the unit, or for those of a block of 64, or for none.
+        """
+        r, u, index = at
+        defers = self._defers()
+        if defers:
+            scopes = replace(scopes, unit=Shared(scopes.tile))
+        together = self.unit * self.blocks <= DEFERRED_COLUMNS or not defers
+        blocks = [rows] if together else [rows[i : i + 2] for i in range(0, len(rows), 2)]
+        for some in blocks:
+            work = Work(defers, tile.ring, tile.m)
+            for block, half, row, lane in some:
+                place = Place(self, tile, r, u, index, row, lane, scopes)
+                place.work, place.block, place.half = work, block, half
+                self._row(acc, place, r, u, block, half)
+            if tile.stream is not None and some is blocks[-1] and self._one_range():
+                # Before what was put off: the next tile's loads begin while stores are on their way.
+                tile.stream.depart(u)
+            work.settle()
+
+    def _by_rows(self, tile: Tile) -> bool:
+        """Whether the tile is walked row by row instead, each row through all units.
+
+        Where they turn by the same angle: sines and cosines take longer than all other arithmetic, and are then
+        computed once. Every tile must lie in one range, and nothing wait for both rows or need a whole head at once.
+        """
         spans = self.resolved.ranges
-        narrow = self.unit * self.blocks <= DEFERRED_COLUMNS
+        steps = [step for span in spans for step in span.steps]
+        angles = [k for s in steps for k in s.policy.operands.values() if isinstance(k, HeadVector)]
+        return (
+            self.units > 1
+            and any(kind.shared for kind in angles)
+            and not any(getattr(step.policy, "over", 0) for step in steps)
+            and all(span.units % self.units == 0 for span in spans)
+            and tile.stream is None
+            and tile.ring is None
+        )
+
+    def _run_by_rows(self, acc: Any, tile: Tile, thread: Any) -> None:
+        for r, span in enumerate(self.resolved.ranges):
+            first = tile.n * self.units - span.first_unit
+
+            def body(r: int = r, first: Any = first) -> None:
+                for held in self._held(thread):
+                    # A branch for each row: in one piece, both rows' sines and cosines are wanted at once, and spill.
+                    live = tile.m * self.tile_m + held[2] < Int32(tile.arguments[2])
+                    when(live, partial(self._whole_row, acc, tile, r, first, held))
+
+            if len(self.resolved.ranges) == 1:
+                body()
+            else:
+                when((first >= 0) & (first < span.units), body)
+
+    def _whole_row(
+        self, acc: Any, tile: Tile, r: int, first: Any, held: tuple[int, int, Any, Any]
+    ) -> None:
+        """A range's chain on all units of a row; ``first``: index of the first of them in the range."""
+        block, half, row, lane = held
+        scalars = Shared()
+        scopes = Scopes(scalars, None, Shared(scalars), first)
+        for u in range(self.units):
+            place = Place(self, tile, r, u, first + u, row, lane, scopes)
+            place.block, place.half = block, half
+            self._row(acc, place, r, u, block, half)
+            place.work.settle()
+
+    def _defers(self) -> bool:
+        """Whether a unit is small enough for its stores to wait until all its rows, or a block's, are computed."""
+        spans = self.resolved.ranges
+        narrow = self.unit <= DEFERRED_COLUMNS
         return narrow and len(spans) == 1 and spans[0].steps[0].domain.remaining(0, 0) is None
 
     def _one_range(self) -> bool:
@@ -126,14 +197,15 @@ class Driver:
         total = sum(span.units for span in self.resolved.ranges)
         return len(self.resolved.ranges) == 1 and total % self.units == 0
 
-    def _places(self, tile: Tile, r: int, u: int, index: Any, thread: Any) -> Iterator[Any]:
-        """(block, half, place) of each row the thread holds."""
-        group, within = thread // 128 % self.sharers, thread % 128
+    def _held(self, thread: Any) -> Iterator[tuple[int, int, Any, Any]]:
+        """(block, half, row of the tile, quad lane) of each row the thread holds."""
+        # Shifts: a quotient of signed integers takes many instructions, and these stand before everything else.
+        group, lane = (thread >> 7) & (self.sharers - 1), thread & 3
+        within = ((thread & 127) >> 5) * 16 + ((thread & 31) >> 2)
         for block in range(self.blocks):
             first = (block * self.sharers + group) * 64
             for half in range(2):
-                row = first + within // 32 * 16 + within % 32 // 4 + 8 * half
-                yield block, half, Place(self, tile, r, u, index, row, thread % 4)
+                yield block, half, first + within + 8 * half, lane
 
     def _row(self, acc: Any, place: Place, r: int, u: int, block: int, half: int) -> None:
         span = self.resolved.ranges[r]

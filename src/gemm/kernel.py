@@ -3,7 +3,8 @@
 D = epilogue(A · Bᵀ); A (M, K) and packed B (rows, K), K innermost. A cluster is one CTA, two along M that share B, or
 two along N that share A.
 
-    warpgroup 0   warp 0      TMA: per stage its share of A and of B, and a tile's matrix operand
+    warpgroup 0   warp 0      TMA: per stage its share of A and of B, and a tile's matrix operand, which it may fetch
+                              into L2 half-way (prefetch)
                   warps 1-3   stage the epilogue's vector operands, one tile ahead        (24 registers)
     warpgroup 1   consumer    WGMMA on rows 0-63, then the epilogue on its accumulators   (240 registers)
     warpgroup 2   consumer    rows 64-127; in ping-pong both have tiles of their own
@@ -39,14 +40,16 @@ from cutlass import Float32, Int16, Int32, Int64, cute, pipeline
 from cutlass import memory as cutlass_memory
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
+from epicute.epilogues.dsl import opaque
 from epicute.gemm.driver import Driver, Tile, TileState
+from epicute.gemm.loads import EVICT_FIRST, EVICT_LAST, Loader, loader
 from epicute.gemm.memory import DSL_DTYPES
 from epicute.gemm.panels import panelled, ring_bytes
 from epicute.gemm.ring import Ring, store_atoms
 from epicute.gemm.spec import GemmSpec
 from epicute.gemm.staging import STAGERS, Stager
-from epicute.gemm.stream_plan import BOX_BYTES, stream_plan
-from epicute.gemm.streams import Boxes, Stages, Stream, fill, stream_atom
+from epicute.gemm.stream_plan import stream_plan
+from epicute.gemm.streams import Boxes, Stages, Stream, fill, prefetch, stream_atom
 
 __all__ = ["HopperGemm"]
 
@@ -91,19 +94,21 @@ class HopperGemm:
         self.n_tiles = -(-spec.problem.rows // self.tile_n)
         self.stager = Stager(spec.resolved, spec.layout, self.tile_m, self.tile_n)
         self.precise = spec.problem.accumulate == "precise"
-        parts = 2 if self.precise else 1
-        self.driver = Driver(spec.resolved, spec.layout, schedule, parts)
+        self.parts = 2 if self.precise else schedule.parts
+        self.driver = Driver(spec.resolved, spec.layout, schedule, self.parts)
         self.staged = not self.stager.plan.empty
         self.stream = stream_plan(spec.resolved, spec.layout, schedule)
         self.apart = self.stream is not None and self.stream.apart
         self.stream_stages = self.stream.stages if self.stream and not self.apart else 0
         self.steps = self.k_tiles + self.stream_stages
+        self.prefetched = schedule.prefetch and self.stream is not None
+        self.early = self.k_tiles // 2 if self.prefetched else self.k_tiles
         self.slots = schedule.slots
         self.panelled = panelled(spec.resolved, spec.layout) if self.slots else ()
 
     def _mma(self) -> cute.TiledMma:
-        """The MMA of a consumer warpgroup: all of ``tile_n``, or half of it where both halves are added apart."""
-        width = self.tile_n // 2 if self.precise else self.tile_n
+        """The MMA of a consumer warpgroup: all of ``tile_n``, or half of it where that is too wide or added apart."""
+        width = self.tile_n // self.parts
         source = warpgroup.OperandSource.SMEM
         if self.spec.problem.dtype == torch.float8_e4m3fn:
             shape = (64, width, 32)
@@ -201,7 +206,7 @@ class HopperGemm:
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                self._produce(a_atom, a, b_atom, b, matrix, shared, loads, boxes, walk)
+                self._produce(a_atom, a, b_atom, b, matrix, arguments, shared, loads, boxes, walk)
             elif cutlass.const_expr(self.staged):
                 self._stage(arguments, shared, staging, walk, thread)
         else:
@@ -221,7 +226,7 @@ class HopperGemm:
         }
         if self.apart:
             assert self.stream is not None
-            layout = cute.make_layout(2 * self.stream.boxes * self.tile_m * BOX_BYTES)
+            layout = cute.make_layout(2 * self.stream.boxes * self.stream.box * self.tile_m)
             shared["boxes"] = allocator.allocate_tensor(cutlass.Uint8, layout, 1024)
         for name, count in (("loads", 2 * self.stages), ("staging", 4), ("boxed", 4)):
             shared[name] = allocator.allocate_array(Int64, count)
@@ -236,12 +241,13 @@ class HopperGemm:
 
     def _stages(self, shared: dict[str, Any]) -> Stages:
         a, b = (Int32(shared[name].iterator.toint()) for name in ("a", "b"))
-        return Stages(a, b, self.tile_m * 128, self.tile_n * 128)
+        assert self.stream is not None
+        return Stages(a, b, self.tile_m * 128, self.tile_n * 128, self.tile_m * self.stream.box)
 
     def _boxes(self, shared: dict[str, Any]) -> Boxes:
         """The warpgroups' buffers of a streamed operand in ping-pong."""
         assert self.stream is not None
-        box = self.tile_m * BOX_BYTES
+        box = self.tile_m * self.stream.box
         return Boxes(Int32(shared["boxes"].iterator.toint()), self.stream.boxes * box, box)
 
     def _pipelines(self, shared: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -290,41 +296,36 @@ class HopperGemm:
         rank_m, rank_n = self._ranks(walk)
         return m * self.cluster_m + rank_m, n * self.cluster_n + rank_n
 
+    def _place(self, walk: Walk, i: Any) -> tuple[Any, Any]:
+        """``_tile``, computed here and kept: beside products, its divisions cost nothing."""
+        m, n = self._tile(walk, i)
+        return opaque(Int32(m)), opaque(Int32(n))
+
     @cute.jit
-    def _produce(self, a_atom, a, b_atom, b, matrix, shared, loads, boxes, walk) -> None:
-        a_tiles = cute.local_tile(a, (self.tile_m, self.tile_k), (None, None))
-        b_tiles = cute.local_tile(b, (self.tile_n, self.tile_k), (None, None))
+    def _produce(self, a_atom, a, b_atom, b, matrix, arguments, shared, loads, boxes, walk) -> None:
         rank_m, rank_n = self._ranks(walk)
-        a_to, a_from = cpasync.tma_partition(
-            a_atom,
-            rank_n,
-            cute.make_layout(self.cluster_n),
-            cute.group_modes(shared["a"], 0, 2),
-            cute.group_modes(a_tiles, 0, 2),
-        )
-        b_to, b_from = cpasync.tma_partition(
-            b_atom,
-            rank_m,
-            cute.make_layout(self.cluster_m),
-            cute.group_modes(shared["b"], 0, 2),
-            cute.group_modes(b_tiles, 0, 2),
-        )
         # Ranks count along M first: those that share A are cluster_m apart, those that share B are adjacent.
         a_mask = Int16(sum(1 << (self.cluster_m * i) for i in range(self.cluster_n))) << Int16(
             rank_m
         )
         b_mask = Int16((1 << self.cluster_m) - 1) << Int16(rank_n * self.cluster_m)
+        keep = self.spec.schedule.keep
+        a_shape, b_shape = (self.tile_m, self.tile_k), (self.tile_n, self.tile_k)
+        a_policy, b_policy = (EVICT_LAST, EVICT_FIRST) if keep else (None, None)
+        a_load = loader(a_atom, a, shared["a"], a_shape, rank_n, self.cluster_n, a_mask, a_policy)
+        b_load = loader(b_atom, b, shared["b"], b_shape, rank_m, self.cluster_m, b_mask, b_policy)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         boxed = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 2)
         for i in cutlass.range(walk.count, unroll=1):
             m, n = self._tile(walk, i)
-            for k in cutlass.range(self.k_tiles, unroll=1):
-                loads.producer_acquire(state)
-                barrier = loads.producer_get_barrier(state)
-                at = state.index
-                load(a_atom, a_from[None, m, k], a_to[None, at], barrier, a_mask, self.cluster_n)
-                load(b_atom, b_from[None, n, k], b_to[None, at], barrier, b_mask, self.cluster_m)
+            for k in cutlass.range(self.early, unroll=1):
+                self._fill(loads, state, a_load, b_load, m, n, k)
                 state.advance()
+            if cutlass.const_expr(self.prefetched):
+                prefetch(self.stream, self.spec.layout, arguments, self.tile_m, m, n)
+                for k in cutlass.range(self.early, self.k_tiles, unroll=1):
+                    self._fill(loads, state, a_load, b_load, m, n, k)
+                    state.advance()
             for stage in cutlass.range_constexpr(self.stream_stages):
                 fill(self.stream, stage, self._stages(shared), loads, state, matrix, m, n)
                 state.advance()
@@ -333,6 +334,13 @@ class HopperGemm:
                 fill(self.stream, 0, self._boxes(shared), boxes, boxed, matrix, m, n)
                 boxed.advance()
         loads.producer_tail(state)
+
+    def _fill(self, loads: Any, state: Any, a: Loader, b: Loader, m: Any, n: Any, k: Any) -> None:
+        """Load one stage."""
+        loads.producer_acquire(state)
+        barrier = loads.producer_get_barrier(state)
+        a.load(m, k, state.index, barrier)
+        b.load(n, k, state.index, barrier)
 
     @cute.jit
     def _stage(self, arguments, shared, staging, walk, thread) -> None:
@@ -382,12 +390,12 @@ class HopperGemm:
             if group == 1:
                 self._end_turn(group)
         for i in cutlass.range(first, walk.count, every, unroll=1):
-            m, n = self._tile(walk, i)
             floats, integers = self._buffers(shared, staged.index)
             if cutlass.const_expr(self.precise):
                 self._await_turn(group)
                 self._multiply_precisely(mma, acc, part, a, b, loads, full, True)
                 full.advance()
+                m, n = self._place(walk, i)
                 for _ in cutlass.range(self.k_tiles - 1, unroll=1):
                     self._multiply_precisely(mma, acc, part, a, b, loads, full, False)
                     full.advance()
@@ -396,6 +404,7 @@ class HopperGemm:
                 self._await_turn(group)
                 self._multiply(mma, acc, a, b, loads, full, False)
                 full.advance()
+                m, n = self._place(walk, i)
                 for _ in cutlass.range(self.k_tiles - 1, unroll=1):
                     self._multiply(mma, acc, a, b, loads, full, True)
                     warpgroup.wait_group(1)
@@ -485,13 +494,3 @@ class HopperGemm:
                     at = half * count + 4 * row + i
                     found = products[4 * row + i]
                     acc[at] = found if first else acc[at] + found
-
-
-def load(
-    atom: cute.CopyAtom, source: Any, target: Any, barrier: Any, mask: Any, sharing: int
-) -> None:
-    """One TMA load, to every CTA of ``mask`` where several are ``sharing``."""
-    if sharing > 1:
-        cute.copy(atom, source, target, tma_bar_ptr=barrier, mcast_mask=mask)
-    else:
-        cute.copy(atom, source, target, tma_bar_ptr=barrier)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import gcd
@@ -14,6 +15,8 @@ from epicute.epilogues.context import ROUNDING, Context
 from epicute.epilogues.dsl import (
     DSL_OPERATIONS,
     Lazy,
+    Shared,
+    add_square,
     again,
     anchor,
     force,
@@ -45,7 +48,7 @@ from epicute.gemm.memory import (
 )
 from epicute.gemm.work import Largest, Work, operands_of, scalar
 
-__all__ = ["KernelContext", "Place", "Tile", "widen"]
+__all__ = ["KernelContext", "Place", "Scopes", "Tile", "widen"]
 
 INFINITY = float("inf")
 
@@ -67,9 +70,39 @@ class Tile:
     stream: Any = None
 
 
+@dataclass(frozen=True)
+class Scopes:
+    """Where lanes are kept that a row has in common with others; without one, every row of a unit has its own.
+
+    Attributes:
+        tile: scalars. unit: column operands, the same in all rows of a unit. row: row operands, and vectors of a head's
+            channels, the same in all units of a row. first: index of the tile's first unit in its range; where it is
+            given, a row's addresses are kept for all units.
+    """
+
+    tile: Shared | None = None
+    unit: Shared | None = None
+    row: Shared | None = None
+    first: Any = None
+
+
+ALONE = Scopes()
+
+
+@dataclass(frozen=True)
+class _Item:
+    """An element of a vector that is loaded when the first is needed."""
+
+    vector: Lazy
+    at: int
+
+    def __call__(self) -> Any:
+        return self.vector.get()[self.at]
+
+
 def elements(vector: Lazy, count: int) -> list[Any]:
     """Lanes of a vector that is loaded when the first of them is needed."""
-    return [Lazy(lambda i=i: vector.get()[i]) for i in range(count)]
+    return [Lazy(_Item(vector, i)) for i in range(count)]
 
 
 def widen(raw: list[Any], count: int) -> list[Any]:
@@ -80,7 +113,15 @@ class Place:
     """Where a thread is: unit, row and quad lane, and the tile's buffers."""
 
     def __init__(
-        self, driver: Any, tile: Tile, r: int, u: int, index: Any, tile_row: Any, lane: Any
+        self,
+        driver: Any,
+        tile: Tile,
+        r: int,
+        u: int,
+        index: Any,
+        tile_row: Any,
+        lane: Any,
+        scopes: Scopes = ALONE,
     ) -> None:
         self.driver, self.arguments, self.state = driver, tile.arguments, tile.state
         self.floats, self.integers = tile.floats, tile.integers
@@ -96,13 +137,28 @@ class Place:
         self._read: dict[str, Any] = {}
         self.stream = tile.stream
         self.work = Work(False)
-        self.half = 0
+        self.block, self.half = 0, 0
+        self.scopes = scopes
+
+    def kept(self, name: Any, make: Callable[[], Any]) -> Any:
+        """What all units of the row have in common."""
+        scope = self.scopes.tile
+        assert scope is not None
+        return force(scope.lane((name, self.block, self.half), make))
+
+    def scalar(self, name: str) -> Any:
+        """A scalar operand."""
+        register, scope = self.state.scalars[name], self.scopes.tile
+        return register if scope is None else scope.lane(name, lambda: register)
 
     def row_value(self, name: str) -> Any:
         """A staged row operand."""
+        plan, tile_m = self.driver.plan, self.driver.tile_m
+        at = plan.rows[name] * tile_m + self.tile_row
+        if self.scopes.row is not None:
+            return self.scopes.row.lane(name, lambda: self.floats[at])
         if name not in self._read:
-            plan, tile_m = self.driver.plan, self.driver.tile_m
-            self._read[name] = self.floats[plan.rows[name] * tile_m + self.tile_row]
+            self._read[name] = self.floats[at]
         return self._read[name]
 
     def cell(self, name: str) -> Any:
@@ -119,10 +175,16 @@ class Place:
         base = len(plan.rows) * self.driver.tile_m + self.u * plan.region + operand.offset
         if isinstance(operand.kind, PerHead):
             return self._per_head(base, operand.kind.head_dim, groups)
+        channels = isinstance(operand.kind, HeadVector) and operand.kind.shared
+        scope = self.scopes.row if channels else self.scopes.unit
         found: list[Any] = []
         for slot, lanes in groups:
             load = partial(self._load, base + slot, lanes)
-            found += elements(Lazy(load), lanes)
+            if scope is None:
+                found += elements(Lazy(load), lanes)
+                continue
+            vector = scope.lane((name, slot), load)
+            found += [scope.lane((name, slot, i), _Item(vector, i)) for i in range(lanes)]
         return found
 
     def _load(self, slot: int, lanes: int) -> list[Any]:
@@ -147,7 +209,7 @@ class KernelContext(Context):
         super().__init__(step.policy, DSL_OPERATIONS, step.kept)
         self._step, self._domain, self._place_at, self._last = step, domain, place, last
         self._cache: dict[str, Any] = {}
-        self._origins: dict[int, Any] = {}
+        self._origins: dict[tuple[str, int], Any] = {}
         self._maxima: list[tuple[Any, list[Any]]] = []
         self._counts: list[tuple[Any, list[Any]]] = []
 
@@ -159,7 +221,7 @@ class KernelContext(Context):
     def _fetch(self, bound: str, kind: Operand) -> list[Any]:
         place = self._place_at
         if isinstance(kind, Scalar):
-            return [place.state.scalars[bound]]
+            return [place.scalar(bound)]
         if isinstance(kind, (ColumnVector, Partials)):
             return [place.row_value(bound)]
         if isinstance(kind, (RowVector, HeadVector, PerHead)):
@@ -167,10 +229,12 @@ class KernelContext(Context):
         assert isinstance(kind, Matrix), kind
         return self._matrix(bound)
 
-    def _matrix_row(self, spec: OperandSpec) -> Any:
+    def _row_of(self, spec: OperandSpec) -> Any:
+        """Address of the row in a matrix; of one that is read, where there is none, of the last."""
         place = self._place_at
+        row = place.row if spec.kind.written else place.safe_row
         stride = place.arguments[spec.at("row_stride")]
-        return place.arguments[spec.at("address")] + Int64(place.safe_row) * stride
+        return place.arguments[spec.at("address")] + Int64(row) * stride
 
     def _matrix(self, bound: str) -> list[Any]:
         place, spec = self._place_at, self._place_at.driver.layout[bound]
@@ -179,10 +243,10 @@ class KernelContext(Context):
             for slot, lanes in self._domain.groups:
                 found += elements(Lazy(partial(self._streamed, slot, lanes)), lanes)
             return found
-        row = self._matrix_row(spec)
+        row = partial(self._row_of, spec)
         remaining = self._remaining()
         for slot, lanes in self._domain.groups:
-            address = self._address(row, slot, lanes, spec.dtype.itemsize)
+            address = self._address(row, slot, lanes, spec)
             if remaining is None:
                 found += load_global(spec.dtype, address, lanes, spec.alignment)
             else:
@@ -193,13 +257,21 @@ class KernelContext(Context):
         place = self._place_at
         return fetched(place.stream.load(place.u, slot, lanes, place.lane, place.tile_row))
 
-    def _address(self, row: Any, slot: int, lanes: int, size: int) -> Any:
-        """Address of the group's first lane in a row: a sum shared by all groups, plus a constant."""
-        place, domain = self._place_at, self._domain
-        if lanes not in self._origins:
-            self._origins[lanes] = Int64(domain.origin(place.index) + place.lane * lanes)
+    def _address(self, row: Callable[[], Any], slot: int, lanes: int, spec: OperandSpec) -> Any:
+        """Address of the group's first lane in a ``row``: a sum shared by all groups, plus a constant."""
+        place, domain, size = self._place_at, self._domain, spec.dtype.itemsize
         constant = (domain.offset(slot) + self._step.first_column) * size
-        return row + self._origins[lanes] * size + constant
+        first = place.scopes.first
+
+        def base(index: Any) -> Any:
+            return row() + Int64(domain.origin(index) + place.lane * lanes) * size
+
+        if first is not None:
+            start = place.kept((spec.name, lanes), lambda: base(first))
+            return start + (domain.origin(place.u) * size + constant)
+        if (spec.name, lanes) not in self._origins:
+            self._origins[spec.name, lanes] = base(place.index)
+        return self._origins[spec.name, lanes] + constant
 
     def _lane_count(self) -> int:
         return sum(lanes for _, lanes in self._domain.groups)
@@ -231,7 +303,8 @@ class KernelContext(Context):
             count = sum(n for slot, n in self._domain.groups if start <= slot < start + over)
             found = force(lanes[position])
             for x in lanes[position + 1 : position + count]:
-                found = combine(found, x)
+                square = add_square(found, x) if operation == "add" else None
+                found = combine(found, x) if square is None else square
             for distance in (1, 2):
                 found = combine(found, cute.arch.shuffle_sync_bfly(found, offset=distance))
             out += [found] * count
@@ -243,15 +316,11 @@ class KernelContext(Context):
         bound = self._step.names[name]
         spec = place.driver.layout[bound]
         lanes = widen(raw, self._lane_count())
-        row = (
-            place.arguments[spec.at("address")]
-            + Int64(place.row) * place.arguments[spec.at("row_stride")]
-        )
-        self._write(lanes, spec, row, place.live)
+        self._write(lanes, spec, place.live)
         return self._kept_lanes(lanes, kind)
 
-    def _write(self, lanes: list[Any], spec: OperandSpec, row: Any, live: Any) -> None:
-        """Store lanes at their columns of a row, whole vectors where no group is cut by the last column."""
+    def _write(self, lanes: list[Any], spec: OperandSpec, live: Any) -> None:
+        """Store lanes at their columns of the row, whole vectors where no group is cut by the last column."""
         place, size = self._place_at, spec.dtype.itemsize
         if place.work.ring is not None and spec.name in place.work.ring.names:
             self._send(lanes, spec)
@@ -259,7 +328,7 @@ class KernelContext(Context):
         position = 0
         remaining = self._remaining()
         for slot, count in self._domain.groups:
-            address = self._address(row, slot, count, size)
+            address = self._address(partial(self._row_of, spec), slot, count, spec)
             found = lanes[position : position + count]
             if remaining is None:
                 place.work.later(store_global(spec.dtype, address, found, spec.alignment, live))
@@ -294,10 +363,6 @@ class KernelContext(Context):
         place = self._place_at
         spec = place.driver.layout[self._step.names[name]]
         over = kind.over  # type: ignore[attr-defined]
-        row = (
-            place.arguments[spec.at("address")]
-            + Int64(place.row) * place.arguments[spec.at("row_stride")]
-        )
         lanes = widen(raw, self._lane_count())
         position = 0
         for start in range(0, self._domain.unit, over):
@@ -306,10 +371,21 @@ class KernelContext(Context):
             condition = place.live & (place.lane == 0)
             if left is not None:
                 condition = condition & (left > 0)
-            at = (column + self._step.first_column) // over
+            address = self._partial(spec, over, start, column)
             value = Float32(force(lanes[position]))
-            place.work.later(partial(store_word_if, row + Int64(at) * 4, value, condition))
+            place.work.later(partial(store_word_if, address, value, condition))
             position += sum(n for slot, n in self._domain.groups if start <= slot < start + over)
+
+    def _partial(self, spec: OperandSpec, over: int, start: int, column: Any) -> Any:
+        """Address of the partial of the group of columns at ``start``, whose first is ``column``."""
+        place, domain, first = self._place_at, self._domain, self._place_at.scopes.first
+        if first is None or domain.origin(1) % over:
+            return self._row_of(spec) + Int64((column + self._step.first_column) // over) * 4
+        each = domain.origin(1) // over
+        at = (domain.column(place.u, start) + self._step.first_column) // over
+        return (
+            place.kept((spec.name,), lambda: self._row_of(spec) + Int64(first * each) * 4) + at * 4
+        )
 
     def _masked(self, lanes: list[Any], otherwise: float) -> list[Any]:
         remaining = self._remaining()

@@ -13,7 +13,7 @@ import cutlass
 import torch
 from cutlass import Float32, Int32, Int64, cute
 
-from epicute.epilogues.dsl import force, pack_words
+from epicute.epilogues.dsl import force, pack_words, unpack_bfloat16
 
 __all__ = [
     "DSL_DTYPES",
@@ -57,6 +57,9 @@ def load_global(dtype: torch.dtype, address: Any, count: int = 1, alignment: int
 
 def fetched(fragment: Any) -> list[Any]:
     """The fragment's elements as Float32."""
+    if fragment.element_type is cutlass.BFloat16 and cute.size(fragment) % 2 == 0:
+        words = cute.recast_tensor(fragment, Int32)
+        return [x for i in range(cute.size(words)) for x in unpack_bfloat16(words[i])]
     return [fragment[i].to(Float32) for i in range(cute.size(fragment))]
 
 

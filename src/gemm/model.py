@@ -65,7 +65,7 @@ def clocks(schedule: Schedule, problem: Problem, rows: int, sms: int) -> float:
     tensor = tile_m * tile_n / 32
     if problem.accumulate == "precise" and schedule.pingpong:
         tensor *= APART
-    read = schedule.blocks * schedule.sharers * (64 + tile_n) * DEPTH_BYTES
+    read = schedule.blocks * schedule.sharers * (64 * schedule.parts + tile_n) * DEPTH_BYTES
     written = (tile_m + tile_n) * DEPTH_BYTES
     shared = written / WRITTEN_BYTES + read / READ_BYTES
     loaded = (tile_m / schedule.cluster_n + tile_n / schedule.cluster_m) * DEPTH_BYTES

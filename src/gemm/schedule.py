@@ -29,6 +29,12 @@ BARRIER_BYTES = 16
 RESERVED = 384
 """Bytes that aligning the buffers may cost: three begin at multiples of 128."""
 
+WGMMA_WIDTH = 256
+"""Columns of the widest WGMMA, and rows of the tallest box of TMA; a wider tile is loaded and multiplied in halves."""
+
+ACCUMULATORS = 192
+"""Most accumulators of a thread, of 240 registers."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -65,6 +71,9 @@ class Schedule:
         slots: panels of each consumer warpgroup's output ring (see ``panels``); 0 stores straight from registers.
         pingpong: each consumer warpgroup has tiles of its own, and one's epilogue runs beside the other's mainloop;
             otherwise both share every tile.
+        prefetch: half-way through a tile's products, its part of a streamed matrix operand is fetched into L2, from
+            which it comes behind them; otherwise it comes from memory then, for all SMs at the same time.
+        keep: L2 is asked to keep A, which all tiles along N read again, rather than B, which passes once.
     """
 
     tile_m: int = 128
@@ -74,6 +83,8 @@ class Schedule:
     slots: int = 0
     cluster_n: int = 1
     pingpong: bool = False
+    prefetch: bool = False
+    keep: bool = False
 
     @property
     def sharers(self) -> int:
@@ -84,6 +95,16 @@ class Schedule:
     def blocks(self) -> int:
         """Blocks of 64 tile rows that a consumer warpgroup has."""
         return self.tile_m // (64 * self.sharers)
+
+    @property
+    def parts(self) -> int:
+        """Halves in which the columns of a tile are loaded and multiplied; 1 where they fit one WGMMA."""
+        return 2 if self.tile_n > WGMMA_WIDTH else 1
+
+    @property
+    def accumulators(self) -> int:
+        """Of a consumer thread."""
+        return self.blocks * self.tile_n // 2
 
     @property
     def cluster(self) -> int:
@@ -111,10 +132,10 @@ class Schedule:
             + (f", or {other}, which makes {self.tile_m} legal" if swapped else ""),
         )
         require(
-            self.tile_n % 8 == 0 and 8 <= self.tile_n <= 256,
+            self.tile_n % (8 * self.parts) == 0 and 8 <= self.tile_n <= 2 * WGMMA_WIDTH,
             "Schedule.tile_n",
             self.tile_n,
-            "a multiple of 8 up to 256, the width of a WGMMA",
+            f"a multiple of 8 up to {WGMMA_WIDTH}, the width of a WGMMA, or of 16 up to {2 * WGMMA_WIDTH}",
             "use 256, 192, 160 or 128",
         )
         require(
@@ -122,21 +143,22 @@ class Schedule:
             "Schedule.tile_n",
             self.tile_n,
             f"a multiple of the composition's unit, {problem.unit} columns",
-            f"use {256 // problem.unit * problem.unit}",
+            f"use {WGMMA_WIDTH // problem.unit * problem.unit}",
         )
         require(
-            problem.accumulate == "fast" or (self.blocks == 1 and self.tile_n % 16 == 0),
+            problem.accumulate == "fast"
+            or (self.blocks == self.parts == 1 and self.tile_n % 16 == 0),
             "Schedule",
             f"{self.tile_m}x{self.tile_n} with precise accumulation",
-            f"{64 * self.sharers} rows and a multiple of 16 columns (both halves are added apart; more rows spill)",
+            f"{64 * self.sharers} rows and a multiple of 16 columns up to 256 (halves are added apart; more spills)",
             f"use {64 * self.sharers}x256, or accumulate='fast'",
         )
         require(
-            self.blocks * self.tile_n <= 256,
+            self.accumulators <= ACCUMULATORS,
             "Schedule",
             f"{self.tile_m}x{self.tile_n}",
-            f"at most {64 * self.sharers}x256 accumulators, 128 registers a thread",
-            f"use a tile_n of at most {256 // self.blocks}",
+            f"at most {64 * self.sharers}x{2 * ACCUMULATORS} accumulators, {ACCUMULATORS} registers a thread",
+            f"use a tile_n of at most {2 * ACCUMULATORS // self.blocks}",
         )
         require(
             self.blocks == 1 or problem.unit <= 64,
@@ -146,10 +168,10 @@ class Schedule:
             f"use {64 * self.sharers}",
         )
         require(
-            self.cluster_m == 1 or (self.cluster_m == 2 and self.tile_n % 16 == 0),
+            self.cluster_m == 1 or (self.cluster_m == 2 and self.tile_n % (16 * self.parts) == 0),
             "Schedule.cluster_m",
             self.cluster_m,
-            "1, or 2 where tile_n is a multiple of 16 (each CTA loads half of B)",
+            f"1, or 2 where tile_n is a multiple of {16 * self.parts} (each CTA loads half of B)",
             "use 1",
         )
         even = -(-problem.rows // self.tile_n) % 2 == 0
@@ -212,7 +234,9 @@ class Schedule:
     def __str__(self) -> str:
         ring = f", output ring of {self.slots}" if self.slots else ""
         tile = f"{self.tile_m}x{self.tile_n}{' ping-pong' if self.pingpong else ''}"
-        return f"{tile}, cluster {self.cluster_m}x{self.cluster_n}, {self.stages} stages{ring}"
+        more = f"{', prefetch' if self.prefetch else ''}{', keep' if self.keep else ''}"
+        cluster = f"cluster {self.cluster_m}x{self.cluster_n}"
+        return f"{tile}, {cluster}, {self.stages} stages{ring}{more}"
 
 
 def typed(given: Any) -> str:

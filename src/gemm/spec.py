@@ -100,6 +100,8 @@ class GemmKernel:
                 ("pingpong", schedule.pingpong),
                 ("stages", schedule.stages),
                 ("slots", schedule.slots),
+                ("prefetch", schedule.prefetch),
+                ("keep", schedule.keep),
                 ("accumulate", problem.accumulate),
             ),
             sources=(modules_digest(*MODULES, aside=CHOOSING),),

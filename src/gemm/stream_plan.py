@@ -1,7 +1,7 @@
 """How a matrix operand comes through the pipeline.
 
-Behind the K tiles of A and B, a tile's part of the operand arrives in boxes of ``tile_m`` rows by 128 bytes, swizzled
-as A is, a few boxes to a stage:
+Behind the K tiles of A and B, a tile's part of the operand arrives in boxes of ``tile_m`` rows by 64 or 128 bytes, a
+few boxes to a stage:
 
     stages    | A B | A B | … | A B | boxes 0, 1 | boxes 2, 3 | A B of the next tile …
     epilogue                        | unit 0 … 1 | unit 2 … 3 |
@@ -9,6 +9,11 @@ as A is, a few boxes to a stage:
 so that it is on its way during the multiplication, waits in shared memory, and costs no registers. In ping-pong each
 warpgroup has a buffer for all boxes of its tile instead: an epilogue that held stages would starve the other's
 multiplication (8B's o and down in FP8: 11 and 6 % slower than cooperative; with the buffers 2 and 7 %).
+
+A warp reads eight rows at once, of each what a quad holds. Eight of its threads, two rows, are served together where
+each takes 16 bytes. Where a quad holds 64 bytes, rows of 64 bytes stand end to end and the two fill the banks; in rows
+of 128 bytes, swizzled, both would want the same half of them, as the swizzle of a row and of the next differ in the
+lowest bit alone. Where a quad holds 128 bytes the swizzle keeps the rows apart.
 """
 
 from __future__ import annotations
@@ -22,10 +27,10 @@ from epicute.epilogues.resolve import Resolved, Step
 from epicute.gemm.arguments import VECTOR, ArgumentLayout, OperandSpec
 from epicute.gemm.schedule import Schedule
 
-__all__ = ["BOX_BYTES", "StreamPlan", "stream_plan", "streamed_bytes"]
+__all__ = ["NARROW", "WIDE", "StreamPlan", "stream_plan", "streamed_bytes"]
 
-BOX_BYTES = 128
-"""Bytes of a box's rows: the width of the swizzle."""
+WIDE, NARROW = 128, 64
+"""Bytes of a box's rows: the width of the swizzle, or what a quad holds of 32 columns of 16 bits, unswizzled."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,8 @@ class StreamPlan:
 
     Attributes:
         name, dtype: of the operand. width: bytes of a unit's columns. units: of a tile.
-        capacity: boxes that a stage holds: one in place of A, the others in place of B. apart: in a buffer beside the
-            pipeline, as one stage.
+        capacity: boxes that a stage holds, in place of A and of B. apart: in a buffer beside the pipeline, as one
+            stage. box: bytes of a box's rows, which are swizzled where these are ``WIDE``.
     """
 
     name: str
@@ -44,6 +49,7 @@ class StreamPlan:
     units: int
     capacity: int
     apart: bool = False
+    box: int = WIDE
 
     @property
     def size(self) -> int:
@@ -53,7 +59,17 @@ class StreamPlan:
     @property
     def boxes(self) -> int:
         """Boxes of a tile."""
-        return self.width * self.units // BOX_BYTES
+        return self.width * self.units // self.box
+
+    @property
+    def columns(self) -> int:
+        """Columns of a box."""
+        return self.box // self.size
+
+    @property
+    def swizzled(self) -> bool:
+        """Whether 16 bytes at ``c`` of row ``r`` of a box stand at ``c ^ 16 (r % 8)``."""
+        return self.box == WIDE
 
     @property
     def stages(self) -> int:
@@ -71,16 +87,16 @@ class StreamPlan:
 
     def first_unit(self, stage: int) -> int:
         """The first unit that reads of the stage."""
-        return self.boxes_of(stage)[0] * BOX_BYTES // self.width
+        return self.boxes_of(stage)[0] * self.box // self.width
 
     def last_unit(self, stage: int) -> int:
         """The last unit that reads of the stage."""
-        return (self.boxes_of(stage)[-1] * BOX_BYTES + BOX_BYTES - 1) // self.width
+        return ((self.boxes_of(stage)[-1] + 1) * self.box - 1) // self.width
 
     def holds(self, groups: list[tuple[int, int]]) -> bool:
         """Whether each group of a quad, (first byte in the unit, bytes), lies in one box, in every unit."""
         return all(
-            (unit * self.width + first) % BOX_BYTES + count <= BOX_BYTES
+            (unit * self.width + first) % self.box + count <= self.box
             for unit in range(self.units)
             for first, count in groups
         )
@@ -95,7 +111,7 @@ class StreamPlan:
 
     def place(self, byte: int) -> tuple[int, int, int]:
         """(stage, box in the stage, byte in its row) of a byte of a tile's row."""
-        box, rest = divmod(byte, BOX_BYTES)
+        box, rest = divmod(byte, self.box)
         stage, within = divmod(box, self.share)
         return stage, within, rest
 
@@ -137,11 +153,12 @@ def stream_plan(
     step, spec = found
     size = spec.dtype.itemsize
     units, width = schedule.tile_n // resolved.order.unit, step.domain.unit * size
-    if width * units % BOX_BYTES:
-        return None
-    capacity = 1 + schedule.tile_n // schedule.tile_m
-    if schedule.pingpong:
-        capacity = width * units // BOX_BYTES
-    plan = StreamPlan(spec.name, spec.dtype, width, units, capacity, schedule.pingpong)
     groups = [(slot * size, 4 * lanes * size) for slot, lanes in step.domain.groups]
+    box = NARROW if all(count == NARROW for _, count in groups) else WIDE
+    if width * units % box:
+        return None
+    capacity = WIDE // box + WIDE * schedule.tile_n // (box * schedule.tile_m)
+    if schedule.pingpong:
+        capacity = width * units // box
+    plan = StreamPlan(spec.name, spec.dtype, width, units, capacity, schedule.pingpong, box)
     return plan if plan.holds(groups) and plan.held <= schedule.stages else None

@@ -4,34 +4,38 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import cutlass
 from cutlass import Int32, Int64, cute
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from epicute.gemm.arguments import ArgumentLayout
+from epicute.gemm.arguments import VECTOR, ArgumentLayout
 from epicute.gemm.memory import DSL_DTYPES
-from epicute.gemm.stream_plan import BOX_BYTES, StreamPlan
+from epicute.gemm.stream_plan import StreamPlan
 
-__all__ = ["Boxes", "Stages", "Stream", "fill", "stream_atom"]
+__all__ = ["Boxes", "Stages", "Stream", "fill", "prefetch", "stream_atom"]
+
+WARP = 32
 
 
 class Stages(NamedTuple):
-    """Shared memory of the pipeline: addresses of stage 0 of A and of B, bytes from stage to stage of each."""
+    """Shared memory of the pipeline: addresses of stage 0 of A and of B, bytes of a stage of each and of a box.
+
+    The first boxes of a stage stand in A, as many as fill it, and the others in B.
+    """
 
     a: Any
     b: Any
     a_bytes: int
     b_bytes: int
-
-    @property
-    def box_bytes(self) -> int:
-        """Bytes of a box: those of a stage of A."""
-        return self.a_bytes
+    box_bytes: int
 
     def box(self, stage: Any, within: int) -> Any:
         """Address of a stage's box."""
-        if within == 0:
-            return self.a + stage * self.a_bytes
-        return self.b + stage * self.b_bytes + (within - 1) * self.a_bytes
+        behind = within - self.a_bytes // self.box_bytes
+        if behind < 0:
+            return self.a + stage * self.a_bytes + within * self.box_bytes
+        return self.b + stage * self.b_bytes + behind * self.box_bytes
 
 
 class Boxes(NamedTuple):
@@ -58,11 +62,13 @@ def stream_atom(
     pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
     stride = cute.assume(stride // size, 16 // size)
     tensor = cute.make_tensor(pointer, cute.make_layout((rows, spec.shape[1]), stride=(stride, 1)))
-    shape = (tile_m, BOX_BYTES // size)
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
-    swizzled = cute.tile_to_shape(atom, shape, (0, 1))
+    shape = (tile_m, plan.columns)
+    box: Any = cute.make_layout(shape, stride=(plan.columns, 1))
+    if plan.swizzled:
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+        box = cute.tile_to_shape(atom, shape, (0, 1))
     operation = cpasync.CopyBulkTensorTileG2SOp()
-    return tuple(cpasync.make_tiled_tma_atom(operation, tensor, swizzled, shape))
+    return tuple(cpasync.make_tiled_tma_atom(operation, tensor, box, shape))
 
 
 def fill(
@@ -84,7 +90,7 @@ def fill(
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, len(boxes) * stages.box_bytes)
     dtype = DSL_DTYPES[plan.dtype]
-    shape = (stages.box_bytes // BOX_BYTES, BOX_BYTES // plan.size)
+    shape = (stages.box_bytes // plan.box, plan.columns)
     tiles = cute.group_modes(cute.local_tile(tensor, shape, (None, None)), 0, 2)
     for within, box in enumerate(boxes):
         address = stages.box(state.index, within)
@@ -94,6 +100,45 @@ def fill(
             atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), tiles
         )
         cute.copy(atom, source[None, m, n * plan.boxes + box], to, tma_bar_ptr=barrier)
+
+
+def prefetch(
+    plan: StreamPlan | None, layout: ArgumentLayout, arguments: Any, tile_m: int, m: Any, n: Any
+) -> None:
+    """A warp fetches a tile's part of the operand into L2, row by row."""
+    assert plan is not None
+    spec = layout[plan.name]
+    per_vector, most = VECTOR // plan.size, plan.boxes * plan.columns
+    first = Int32(n) * most
+    left = Int32(int(spec.shape[1]) // per_vector * per_vector) - first
+    count = cutlass.min(left, Int32(most)) * plan.size
+    address = arguments[spec.at("address")] + Int64(first) * plan.size
+    stride = arguments[spec.at("row_stride")]
+    lane = Int32(cute.arch.lane_idx())
+    for i in range(-(-tile_m // WARP)):
+        row = Int32(m) * tile_m + (lane + i * WARP)
+        inside = (row < Int32(arguments[2])) & (count > 0)
+        fetch_if(address + Int64(row) * stride, count, inside)
+
+
+@cute.jit
+def fetch_if(address: Int64, count: Int32, condition: cutlass.Boolean) -> None:
+    """Fetch ``count`` bytes, a multiple of 16, into L2 where ``condition``."""
+    if condition:
+        fetch(address, count)
+
+
+def fetch(address: Any, count: Any) -> None:
+    """Fetch ``count`` bytes into L2."""
+    llvm.inline_asm(
+        None,
+        [address.ir_value(), count.ir_value()],
+        "cp.async.bulk.prefetch.L2.global [$0], $1;",
+        "l,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
 
 
 class Stream:
@@ -132,12 +177,12 @@ class Stream:
         """A register fragment of the quad lane's elements of a group of the unit's columns, in a row of the tile."""
         dtype, size = DSL_DTYPES[self.plan.dtype], self.plan.size
         stage, within, byte = self.plan.place(unit * self.plan.width + slot * size)
-        base = self._stages.box(self._index[stage], within) + row * BOX_BYTES
+        base = self._stages.box(self._index[stage], within) + row * self.plan.box
         fragment = cute.make_rmem_tensor(lanes, dtype)
         count = min(lanes, 16 // size)
         for first in range(0, lanes, count):
             column = lane * (lanes * size) + (byte + first * size)
-            address = base + (column ^ (row % 8 * 16))
+            address = base + (column ^ ((row & 7) * 16) if self.plan.swizzled else column)
             pointer = cute.make_ptr(
                 dtype,
                 Int64(address),

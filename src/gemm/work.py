@@ -9,7 +9,7 @@ from typing import Any
 
 from cutlass import Boolean
 
-from epicute.epilogues.dsl import DSL_OPERATIONS, Lazy, force
+from epicute.epilogues.dsl import DSL_OPERATIONS, Lazy, force, largest_of_words
 from epicute.gemm.staging import when
 
 __all__ = ["Largest", "Work", "operands_of", "scalar"]
@@ -57,6 +57,9 @@ class Largest:
         return None
 
     def _searched(self, lanes: list[Any]) -> Any:
+        words = largest_of_words(lanes)
+        if words is not None:
+            return words
         found = scalar("abs", force(lanes[0]))
         for x in lanes[1:]:
             found = scalar("max", found, scalar("abs", force(x)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,11 +19,13 @@ from benchmarks.data import Layer, layers
 from benchmarks.harness import LAYERS, SHARDS, Options, Session
 from benchmarks.power import Reading
 from benchmarks.provenance import Provenance
+from benchmarks.resume import Progress
 from benchmarks.search import Search, cases, kernels, measure, summary
 from benchmarks.table import Row, Table, validate
 from benchmarks.timing import Run, Sample, Slice, Timer
 from epicute.gemm.choice import SMS, WIDTHS, schedules
 from epicute.gemm.model import clocks
+from epicute.gemm.schedule import ACCUMULATORS
 
 MakeLayer = Callable[[str], Layer]
 FORMATS = (("bf16", "fast"), ("fp8", "fast"), ("fp8", "precise"))
@@ -69,7 +72,8 @@ def test_the_chosen_and_the_cheapest_are_candidates(
     assert 4 <= len(names) <= 5
     problem, target = found.kernel.spec.problem, found.kernel.target
     assert (problem.expected_m, problem.accumulate) == (m, accumulate)
-    legal = {str(s): clocks(s, problem, m, SMS) for s in schedules(problem, target)}
+    every = schedules(problem, target, ACCUMULATORS)
+    legal = {str(s): clocks(s, problem, m, SMS) for s in every}
     assert len(legal) == len(found.legal)
     assert names[0] in legal
     worst = max(legal[name] for name in names[1:])
@@ -305,3 +309,65 @@ def test_a_case_without_data_is_counted(source: Provenance, tmp_path: Path) -> N
     table = Table("search", "paper", "protocol", "floor", source, tmp_path / "search.json")
     table.add(Row(case, None, 0.0, failed={"ours": "MemoryError: no"}))
     assert "M = 64: 0 cases; 1 without a time" in summary(table.content)
+
+
+# --- several runs ---
+
+
+def measured_before(found: Search, **more: Any) -> dict[str, Any]:
+    case = {**found.case, "tried": 3, "legal": 70, "schedule": "one", "best": "other"}
+    row = Row(case, 2.0, 1.0, {"best": 1.5}, {"norm": 0.0, "worst_row": 0.0}, **more)
+    return {**row.json(), "commit": "before", "date": "2026-11-29"}
+
+
+def resumed(options: Options, rows: list[dict[str, Any]], **more: Any) -> Options:
+    return replace(options, progress=Progress(rows, **more))
+
+
+def test_what_was_measured_is_passed_over_and_what_failed_is_not() -> None:
+    options = Options(("1B",), ("o", "down"), M=(64, 256), device="cpu", tries=2)
+    every = list(cases(options))
+    done = [
+        measured_before(every[0]),
+        measured_before(every[3], failed={"other": "RuntimeError: no"}),
+    ]
+    told = [search.identity(found.case) for found in search.left(resumed(options, done))]
+    assert told == [search.identity(found.case) for found in every[1:]]
+
+
+def test_only_what_there_is_time_for_is_compiled() -> None:
+    options = Options(("1B",), ("o",), M=(64, 256, 1024), device="cpu", tries=2)
+    one = search.seconds(next(cases(options)))
+    assert one == pytest.approx(6 * 0.09 * 3 + search.BUILDING)
+    for room, count in ((None, 6), (1.5 * one, 2), (3.5 * one, 4)):
+        deadline = None if room is None else time.monotonic() + room
+        limited = resumed(options, [], deadline=deadline)
+        assert len(list(search.fitting(limited))) == count
+    made = {k.key.digest for k in kernels(resumed(options, [], deadline=time.monotonic() + 0.1))}
+    assert made == {k.key.digest for k in next(cases(options)).kernels()}
+
+
+@pytest.mark.usefixtures("cpu_plan")
+def test_rows_of_several_runs_stand_in_one_table(
+    monkeypatch: pytest.MonkeyPatch,
+    layer: MakeLayer,
+    timer: Timer,
+    source: Provenance,
+    tmp_path: Path,
+) -> None:
+    made = [tried(layer(name), 2) for name in ("o", "gate_up")]
+    monkeypatch.setattr(search, "layers", lambda options: made)
+    options = Options(shapes=(), rounds=1, tries=2)
+    first, _, third, _ = cases(options)
+    before = [measured_before(first), measured_before(third, failed={"other": "RuntimeError: no"})]
+    table = search.table(resumed(options, before), timer, source, tmp_path)
+    validate(table.content)
+    told = [(r["case"]["layer"], r["case"]["weights"], r["commit"]) for r in table.rows]
+    assert sorted(told) == [
+        ("gate_up", "bf16", source.commit),
+        ("gate_up", "fp8", source.commit),
+        ("o", "bf16", "before"),
+        ("o", "fp8", source.commit),
+    ]
+    again = search.table(resumed(options, table.rows), timer, source, tmp_path)
+    assert sorted(map(str, again.rows)) == sorted(map(str, table.rows))

@@ -75,6 +75,8 @@ class Tile(NamedTuple):
     slots: int = 0
     pingpong: bool = False
     cluster_n: int = 1
+    prefetch: bool = False
+    keep: bool = False
 
 
 SCHEDULES: dict[str, Tile | None] = {
@@ -90,6 +92,18 @@ SCHEDULES: dict[str, Tile | None] = {
     "128x128c2pp": Tile(128, 128, 2, 0, True),
     "128x128n2pp": Tile(128, 128, 1, 0, True, 2),
 }
+
+FORCED: dict[str, Tile | None] = {
+    "128x128c1": Tile(128, 128, 1),
+    "128x320c2": Tile(128, 320, 2),
+    "128x384c2k": Tile(128, 384, 2, keep=True),
+    "256x192n2": Tile(256, 192, 1, cluster_n=2),
+    "256x128n2": Tile(256, 128, 1, cluster_n=2),
+    "128x256c2fk": Tile(128, 256, 2, prefetch=True, keep=True),
+}
+"""Legal, but never chosen: taken by whoever names them."""
+
+TILES = {**SCHEDULES, **FORCED}
 
 Chain = Policy | Composition
 Build = Callable[[int, int], Chain]
@@ -133,7 +147,7 @@ class Skeleton:
 
     def allows(self, schedule: str, mode: str) -> bool:
         """Whether its unit divides the tile, the tile can be added as ``mode`` says, and it is not known to spill."""
-        tile = SCHEDULES[schedule]
+        tile = TILES[schedule]
         if tile is None:
             return True
         precise = MODES[mode] == (FP8, None)
@@ -155,7 +169,7 @@ class Skeleton:
             n=n,
             k=k,
             dtype=dtype,
-            tile=SCHEDULES[schedule],
+            tile=TILES[schedule],
             exact=self.exact,
             dtypes=self.dtypes,
             accumulate=accumulate,
@@ -211,6 +225,8 @@ def deepest(problem: Problem, tile: Tile) -> Schedule:
             tile.slots,
             cluster_n,
             tile.pingpong,
+            tile.prefetch,
+            tile.keep,
         )
         if shared_memory(schedule, problem) <= DEFAULT_TARGET.smem_per_block:
             break

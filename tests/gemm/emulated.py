@@ -10,7 +10,7 @@ import torch
 from epicute.gemm import GemmKernel, Plan
 from epicute.gemm.arguments import OperandSpec
 from epicute.gemm.panels import PANEL_COLUMNS, PANEL_ROWS, panelled
-from epicute.gemm.stream_plan import BOX_BYTES, stream_plan
+from epicute.gemm.stream_plan import WIDE, stream_plan
 from tests.gemm.compositions import FP8, Case
 from tests.gemm.device import Output, embed, embed_rows, integers
 from tests.gemm.jobs import Job, weight_of
@@ -70,6 +70,7 @@ class EmulatedJob(Job):
             cluster=cluster,
             maps=self.maps(found),
             shared=self.kernel.shared_memory + 1024,
+            early=(),
             **options,
         )
         for output in self.outputs.values():
@@ -94,7 +95,7 @@ class EmulatedJob(Job):
             size,
             (spec.pitch, problem.rows),
             (spec.pitch * size,),
-            (wide, schedule.tile_n // schedule.cluster_m),
+            (wide, schedule.tile_n // schedule.parts // schedule.cluster_m),
             128,
         )
         result = [a, b]
@@ -103,8 +104,8 @@ class EmulatedJob(Job):
             result.append(self._matrix(found, layout[name], rows, box, 0))
         stream = stream_plan(spec.resolved, layout, schedule)
         if stream is not None:
-            box = (BOX_BYTES // stream.size, schedule.tile_m)
-            result.append(self._matrix(found, layout[stream.name], rows, box, BOX_BYTES))
+            box, swizzle = (stream.columns, schedule.tile_m), WIDE if stream.swizzled else 0
+            result.append(self._matrix(found, layout[stream.name], rows, box, swizzle))
         return result
 
     @staticmethod

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # read when torch first allocates
 
-from tests.gemm.compositions import Case, operations, projection
+from tests.gemm.compositions import FORCED, SKELETONS, Case, operations, projection
 from tests.gemm.covering import covering
 
 if TYPE_CHECKING:
@@ -53,7 +53,9 @@ def chosen(cases: Iterable[Case]) -> list[Case]:
 def everything() -> list[Case]:
     """The covering set, every operation, and a published layer."""
     published = [projection(layer, "SmolLM2", "fp8") for layer in ("qkv", "gate_up", "o")]
-    return [*covering(), *operations(), *published]
+    residual = SKELETONS["residual.bf16"]
+    forced = [residual.case("fp8fast", 1000, 584, schedule) for schedule in FORCED]
+    return [*covering(), *operations(), *published, *forced]
 
 
 def tighten(job: Job) -> Job:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from tests.epilogues.model import assert_same
 from tests.gemm.compositions import SKELETONS, Case
-from tests.gemm.emulated import EmulatedJob
+from tests.gemm.emulated import EmulatedJob, code_of
 from tests.gemm.jobs import compare
+from tests.ptx import copies
+from tests.ptx.access import lanes_of
 
 pytestmark = pytest.mark.compile
 
@@ -48,8 +53,120 @@ CASES = {
         130,
         1,
     ),
+    "a tile of two WGMMAs along N, residual": (
+        "residual.bf16",
+        "fp8fast",
+        1000,
+        264,
+        "128x320c2",
+        140,
+        1,
+    ),
+    "192 accumulators a thread": (
+        "scales.bias",
+        "fp8fast",
+        700,
+        136,
+        "256x192n2",
+        300,
+        1,
+    ),
+    "tall tiles, stores of each block apart": (
+        "residual.bf16",
+        "fp8fast",
+        256,
+        264,
+        "256x128n2",
+        500,
+        1,
+    ),
+    "a residual fetched into L2, A kept there": (
+        "residual.bf16",
+        "fp8fast",
+        1000,
+        392,
+        "128x256c2fk",
+        260,
+        1,
+    ),
+    "heads that turn alike, row by row": (
+        "qkv.64.half.fp8",
+        "bf16",
+        1000,
+        72,
+        "128x128c1",
+        130,
+        1,
+    ),
 }
 """Skeleton, dtype, width, K, schedule; rows, and clusters of the GPU, few enough that some take several tiles."""
+
+
+NAN, INFINITE = float("nan"), float("inf")
+AWKWARD = {
+    "all": ((3, 40, 6e3), (70, 199, -6e3), (0, 0, NAN), (5, 64, INFINITE), (129, 130, -INFINITE)),
+    "NaN": ((64, 100, NAN),),
+    "an infinity": ((12, 33, -INFINITE),),
+}
+"""(row, column, value) of a residual."""
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("all", "128x256c1"),
+        ("all", "256x128n2"),
+        ("NaN", "128x256c1"),
+        ("an infinity", "128x256c1"),
+    ],
+)
+def test_maxima_and_counters_of_awkward_values(name: str, schedule: str) -> None:
+    """Two values a word have the maximum of single ones, and what is unusual is found by it and counted."""
+    case = SKELETONS["residual.bf16"].case("bf16", 256, 72, schedule)
+    job = EmulatedJob(case, 130, 1)
+    for row, column, value in AWKWARD[name]:
+        job.operands["residual"][row, column] = value
+    wanted = job.expected()
+    found = job.run(seed=2)
+    assert int(wanted["nans"]) - 5 == sum(value != value for _, _, value in AWKWARD[name])
+    for key, value in wanted.items():
+        assert_same(found[key], value, key)
+
+
+def test_a_residual_is_fetched_once_and_no_byte_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row of a matrix that ends within its tiles, both ways, and nothing of the gaps between rows."""
+    fetched: list[tuple[int, int]] = []
+    make = copies.make
+
+    def watched(handlers: Any, x: Any) -> Any:
+        if not x.opcode.startswith("cp.async.bulk.prefetch"):
+            return make(handlers, x)
+        address = handlers.operands.address(x.operands[0])
+        size = handlers.operands.value(x.operands[1], "u32")
+
+        def step(w: Any, m: Any) -> None:
+            for lane in lanes_of(m):
+                fetched.append((int(address(w)[lane]), int(size(w)[lane])))
+
+        return step
+
+    monkeypatch.setattr(copies, "make", watched)
+    code_of.cache_clear()
+    case = SKELETONS["residual.bf16"].case("fp8fast", 1000, 392, "128x256c2fk")
+    job = EmulatedJob(case, 130, 1)
+    job.run(seed=1)
+    code_of.cache_clear()
+    residual = job.operands["residual"]
+    pitch, width = 2 * residual.stride(0), 2 * residual.shape[1]
+    bytes_of = [set[int]() for _ in range(len(residual))]
+    for address, size in fetched:
+        assert size % 16 == address % 16 == 0
+        row, first = divmod(address - residual.data_ptr(), pitch)
+        new = set(range(first, first + size))
+        assert not bytes_of[row] & new
+        bytes_of[row] |= new
+    assert pitch > width
+    assert all(row == set(range(width)) for row in bytes_of)
 
 
 def check(case: Case, rows: int, clusters: int, **options: object) -> None:

@@ -54,6 +54,21 @@ RAGGED += [
     for name in ("store.all", "residual.bf16", "swiglu.residual")
     for schedule in ("128x192c2r4", "128x128c2r2")
 ]
+RAGGED += [
+    SKELETONS[name].case(mode, width, 584, schedule)
+    for name, mode, width, schedule in (
+        ("residual.bf16", "fp8fast", 1000, "128x320c2"),
+        ("residual.bf16", "fp8fast", 4720, "128x256c2fk"),
+        ("residual.bf16", "fp8fast", 1000, "256x128n2"),
+        ("residual.bf16", "bf16", 4720, "128x256c2fk"),
+        ("store.all", "bf16", 1000, "128x384c2k"),
+        ("scales.bias", "fp8fast", 1000, "256x192n2"),
+        ("store.bf16", "bf16", 4720, "128x320c2"),
+        ("qkv.64.half.fp8", "bf16", 1000, "128x128c1"),
+    )
+]
+"""The last ones by schedules that are never chosen."""
+
 TINY = {
     out: Case(f"ge01-{out}", Dequantize() >> sink, 2048, 2048, FP8, exact=True)
     for out, sink in {"bf16": Store(BF16), "fp8": EmitFP8()}.items()

@@ -183,13 +183,16 @@ def test_the_published_default() -> None:
     [
         ({"tile_m": 64}, "Schedule.tile_m", "128 or 256"),
         ({"tile_m": 256, "pingpong": True}, "Schedule.tile_m", "64 or 128"),
-        ({"tile_m": 128, "pingpong": True}, "Schedule", "at most 64x256"),
+        ({"tile_m": 128, "tile_n": 224, "pingpong": True}, "Schedule", "at most 64x384"),
+        ({"tile_n": 416}, "Schedule", "at most 128x384"),
         ({"tile_m": 192}, "Schedule.tile_m", "128 or 256"),
         ({"tile_n": 0}, "Schedule.tile_n", "multiple of 8"),
         ({"tile_n": 100}, "Schedule.tile_n", "multiple of 8"),
-        ({"tile_n": 288}, "Schedule.tile_n", "up to 256"),
+        ({"tile_n": 264}, "Schedule.tile_n", "up to 256"),
+        ({"tile_n": 544}, "Schedule.tile_n", "up to 512"),
+        ({"tile_n": 272, "unit": 16}, "Schedule.cluster_m", "multiple of 32"),
         ({"tile_n": 40}, "Schedule.tile_n", "unit, 32"),
-        ({"tile_m": 256, "tile_n": 256}, "Schedule", "at most 128x256"),
+        ({"tile_m": 256, "tile_n": 256}, "Schedule", "at most 128x384"),
         ({"cluster_m": 3}, "Schedule.cluster_m", "1, or 2"),
         ({"cluster_m": 0}, "Schedule.cluster_m", "1, or 2"),
         ({"cluster_n": 3}, "Schedule.cluster_n", "1, or 2"),
@@ -207,10 +210,10 @@ def test_the_published_default() -> None:
 def test_illegal_schedules_are_refused_by_name(
     change: dict[str, Any], argument: str, expected: str
 ) -> None:
-    rows = change.pop("rows", PLAIN.rows)
+    rows, unit = change.pop("rows", PLAIN.rows), change.pop("unit", PLAIN.unit)
     schedule = replace(Schedule(), **change)
     with pytest.raises(ArgumentError, match=expected) as error:
-        schedule.check(replace(PLAIN, rows=rows, columns=rows), HOPPER)
+        schedule.check(replace(PLAIN, rows=rows, columns=rows, unit=unit), HOPPER)
     assert str(error.value).startswith(f"{argument}: got ")
     assert "Fix: " in str(error.value)
 
@@ -227,7 +230,8 @@ def test_illegal_schedules_are_refused_by_name(
         ({"tile_m": 64}, "Fix: use 128, or set pingpong=True, which makes 64 legal"),
         ({"tile_m": 256, "pingpong": True}, "use 64, or leave pingpong out, which makes 256 legal"),
         ({"tile_m": 192}, "Fix: use 128$"),
-        ({"tile_m": 256}, "Fix: use a tile_n of at most 128"),
+        ({"tile_m": 256}, "Fix: use a tile_n of at most 192"),
+        ({"prefetch": 1}, r"prefetch: got 1 \(int\), expected True or False"),
         ({"tile_m": "64"}, r"tile_m: got '64' \(str\), expected an int. Fix: .* tile_m=128"),
         ({"tile_n": 128.0}, r"tile_n: got 128.0 \(float\), expected an int"),
         ({"stages": True}, r"stages: got True \(bool\), expected an int"),
@@ -261,6 +265,34 @@ def test_half_a_narrow_tile_is_no_share() -> None:
     with pytest.raises(ArgumentError, match=r"Schedule.cluster_m: got 2.*multiple of 16"):
         Schedule(128, 8, 2, 4).check(narrow, HOPPER)
     Schedule(128, 8, 1, 4).check(narrow, HOPPER)
+
+
+def test_tiles_wider_than_a_wgmma_come_in_halves() -> None:
+    """Each half is a box and a WGMMA of its own; a CTA of two loads half of each."""
+    free = replace(PLAIN, unit=16)
+    for tile_n, cluster in ((272, 1), (288, 2), (320, 2), (352, 1), (384, 2)):
+        schedule = Schedule(128, tile_n, cluster, 3)
+        schedule.check(free, HOPPER)
+        assert schedule.parts == 2
+        assert tile_n // schedule.parts // cluster % 8 == 0
+        assert schedule.accumulators == tile_n // 2
+    Schedule(256, 192, 1, 3, cluster_n=2).check(replace(free, rows=6144, columns=6144), HOPPER)
+    with pytest.raises(ArgumentError, match=r"Schedule: got 128x320 with precise.*up to 256"):
+        precise = replace(free, dtype=torch.float8_e4m3fn, accumulate="precise")
+        Schedule(128, 320, 2, 3).check(precise, HOPPER)
+
+
+@given(problems(), st.integers(1, 20000))
+def test_more_accumulators_are_taken_by_name_alone(problem: Problem, rows: int) -> None:
+    usual = list(schedules(problem, HOPPER))
+    assert all(schedule.accumulators <= 128 for schedule in usual)
+    every = list(schedules(problem, HOPPER, 192))
+    assert len(set(every)) == len(every)
+    assert set(usual) <= set(every)
+    for schedule in every:
+        schedule.check(problem, HOPPER)
+        assert schedule.accumulators <= 192
+    assert choose(replace(problem, expected_m=rows), HOPPER).accumulators <= 128
 
 
 def test_half_a_tile_must_be_a_wgmma_where_halves_are_added_apart() -> None:
