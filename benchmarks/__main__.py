@@ -2,8 +2,10 @@
 
 Writes ``<table>.json`` to ``--out``, else to ``$OUT``, else to ``benchmarks/results/<device>``,
 prints every row as it is measured and the whole table last. Exits with 1 where a kernel of epicute
-failed or was wrong. Without names, all tables are measured but ``search``, which is long, and
-``prefill-model``, which needs ``--checkpoint``: these are measured where they are named.
+failed or was wrong. ``--budget SECONDS`` ends in time and keeps the rows of runs before (``benchmarks.resume``).
+Without names, all tables are measured but ``search``, which is long,
+``prefill-model``, which needs ``--checkpoint``, and ``perplexity`` and ``outliers``, which the CPU references
+compute, without a GPU: these are measured where they are named.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +24,15 @@ from benchmarks import (
     attention,
     cache_write,
     calls,
+    counters,
     decode_attention,
     epilogue,
     few_rows,
     gemm,
     layer_accuracy,
+    outliers,
     packed_prefill,
+    perplexity,
     power,
     prefill_layer,
     prefill_model,
@@ -37,10 +43,13 @@ from benchmarks import (
 from benchmarks.harness import LAYERS, Options
 from benchmarks.ours import compile_all
 from benchmarks.provenance import ROOT, Provenance, slug
+from benchmarks.resume import Progress, earlier_rows
 from benchmarks.table import Table, render
 from benchmarks.timing import CudaTimer
 from epicute.errors import EpicuteError
 from epicute.models.shapes import SHAPES
+
+STARTED = time.monotonic()
 
 TABLES: dict[str, Any] = {
     "gemm": gemm,
@@ -59,12 +68,15 @@ TABLES: dict[str, Any] = {
 }
 """Measured where none is named."""
 
-KNOWN = {**TABLES, "search": search, "prefill-model": prefill_model}
+REFERENCE: dict[str, Any] = {"perplexity": perplexity, "outliers": outliers}
+"""Computed by the CPU references; no GPU is asked for."""
+
+KNOWN = {**TABLES, "search": search, "prefill-model": prefill_model, **REFERENCE}
 SHAPES_OF = {
     "gemm": ("1B", "8B", "70B", "405B"),
     "epilogue": ("8B", "1B", "70B", "405B"),
     "search": ("8B", "1B", "70B", "405B"),
-    "prefill-layer": ("1B", "8B", "70B", "405B"),
+    "prefill-layer": ("8B", "405B", "70B", "1B"),
     "packed-prefill": ("8B",),
     "layer-accuracy": ("1B", "8B"),
     "projections": ("8B", "70B", "1B", "SmolLM2"),
@@ -81,8 +93,12 @@ LENGTHS_OF = {
     "attention": (2048, 4096, 8192, 16384, 32768),
     "prefill-layer": (512, 1024, 2048, 4096, 8192, 16384),
     "prefill-model": (512, 2048, 8192),
+    "perplexity": perplexity.LENGTHS,
 }
 """Tokens of a request of each table where none are named; the others have lengths of their own."""
+
+RESUMED = ("attention", "prefill-layer", "packed-prefill", "prefill-model", "search")
+"""Tables that may take several runs; the shapes that matter most come first."""
 
 SHARDED = ("gemm", "search")
 BRIEF: dict[str, dict[str, Any]] = {
@@ -90,7 +106,11 @@ BRIEF: dict[str, dict[str, Any]] = {
 }
 """Fewer rounds of tables with many candidates. Slices stay: short ones rank ping-pong too high."""
 
-SUMMARIES = {"search": search.summary, "prefill-model": prefill_model.summary}
+SUMMARIES = {
+    "search": search.summary,
+    "prefill-model": prefill_model.summary,
+    "perplexity": perplexity.summary,
+}
 """What is printed behind a table."""
 
 
@@ -98,7 +118,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "tables", nargs="*", metavar="table", help=f"of {', '.join(KNOWN)}; all but the last two"
+        "tables", nargs="*", metavar="table", help=f"of {', '.join(KNOWN)}; all but the last four"
     )
     parser.add_argument("--out", type=Path, help="folder of the JSON files")
     parser.add_argument("--quick", action="store_true", help="short slices, three rounds")
@@ -107,9 +127,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--M", type=_counts, default=(), help="for example 64,2048")
     parser.add_argument("--lengths", type=_counts, default=(), help="for example 512,2048")
     parser.add_argument(
-        "--checkpoint", type=Path, help="prefill-model: a model's Hugging Face folder"
+        "--checkpoint", type=Path, help="prefill-model, perplexity: a model's Hugging Face folder"
     )
-    parser.add_argument("--text", type=Path, help="prefill-model: a text to measure perplexity on")
+    parser.add_argument(
+        "--text", type=Path, help="prefill-model, perplexity: a text to measure perplexity on"
+    )
     parser.add_argument(
         "--shards", action="store_true", help="gemm, search: tensor-parallel shards too"
     )
@@ -121,6 +143,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         choices=("fast", "precise"),
         default="fast",
         help="search: of FP8; precise leaves BF16 out, which has no other than fast",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help=f"{', '.join(RESUMED)}: keep rows measured before"
+    )
+    parser.add_argument(
+        "--budget",
+        type=_count,
+        metavar="SECONDS",
+        help="the same tables: begin no case that would end later; implies --resume",
     )
     parser.add_argument("--quack", action="store_true", help="also time quack's GEMM (see peers)")
     parser.add_argument("--allow-dirty", action="store_true", help="measure uncommitted changes")
@@ -184,40 +215,70 @@ def folder_of(given: argparse.Namespace, source: Provenance) -> Path:
     return Path(out) if out else ROOT / "benchmarks" / "results" / slug(source.device)
 
 
+def source_of(given: argparse.Namespace, table: str) -> Provenance:
+    """What measures a table: this machine's GPU, or the references."""
+    make = Provenance.of_references if table in REFERENCE else Provenance.here
+    return make(allow_dirty=given.allow_dirty)
+
+
+def progress_of(
+    given: argparse.Namespace, table: str, folder: Path, options: Options, source: Provenance
+) -> Progress:
+    """What was measured before, in ``folder`` or else in the checkout, and until when to go on."""
+    if table not in RESUMED or not (given.resume or given.budget):
+        return Progress()
+    results = ROOT / "benchmarks" / "results" / slug(source.device)
+    paths = [place / f"{table}.json" for place in (folder, results)]
+    rows = earlier_rows(paths, source, options.protocol)
+    return Progress(rows, given.budget and STARTED + given.budget)
+
+
 def finish(table: Table) -> bool:
     """Print the table and draw it; whether every kernel of epicute was measured."""
     print(render(table.content), flush=True)
     if summary := SUMMARIES.get(table.content["table"]):
         print(summary(table.content), flush=True)
+    if table.content.get("backend"):
+        return complete(table)  # nothing that a figure shows better
     try:
         from benchmarks.plots import draw
 
         draw(table.content, table.path.with_suffix(".svg"))
     except ImportError as error:
         print(f"no figure: {error}")
+    return complete(table)
+
+
+def complete(table: Table) -> bool:
+    """Whether nothing of epicute failed."""
     return not any("ours" in row.get("failed", {}) for row in table.rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the tables named."""
-    given = parse(arguments)
-    try:
-        source = Provenance.here(allow_dirty=given.allow_dirty)
-    except EpicuteError as error:
-        print(error, file=sys.stderr)
-        return 2
-    folder = folder_of(given, source)
-    read = power.reader()
-    complete = True
+    """Measure the tables named; ``counters`` alone, which has options of its own, by ``benchmarks.counters``."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["counters"]:
+        return counters.main(words[1:])
+    given = parse(words)
+    whole = True
     for name in given.tables:
         start = time.perf_counter()
         options = options_of(given, name)
-        compile_all(KNOWN[name].kernels(options))
-        timer = CudaTimer(options.slice_us, options.lead_us, read)
+        try:
+            source = source_of(given, name)
+        except EpicuteError as error:
+            print(error, file=sys.stderr)
+            return 2
+        folder = folder_of(given, source)
+        options = replace(options, progress=progress_of(given, name, folder, options, source))
+        timer = None
+        if name not in REFERENCE:
+            compile_all(KNOWN[name].kernels(options))
+            timer = CudaTimer(options.slice_us, options.lead_us, power.reader())
         table = KNOWN[name].table(options, timer, source, folder)
-        complete &= finish(table)
+        whole &= finish(table)
         print(f"{name}: {time.perf_counter() - start:.0f} s, {table.path}\n", flush=True)
-    return 0 if complete else 1
+    return 0 if whole else 1
 
 
 if __name__ == "__main__":

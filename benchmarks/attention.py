@@ -11,6 +11,7 @@ beside it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -221,6 +222,8 @@ def fa4(found: Attention) -> Run:
     )
 
     longest = max(found.lengths)
+    known = inspect.signature(flash_attn_varlen_func).parameters
+    most = {name: longest for name in ("max_seqlen_q", "max_seqlen_k") if name in known}
 
     def run(copy: int) -> dict[str, Tensor]:
         q, k, v = (found.laid_out(x[copy]) for x in (found.q, found.k, found.v))
@@ -233,9 +236,8 @@ def fa4(found: Attention) -> Run:
                 v,
                 cu_seqlens_q=found.starts,
                 cu_seqlens_k=found.starts,
-                max_seqlen_q=longest,
-                max_seqlen_k=longest,
                 causal=True,
+                **most,
             )
         return {"out": out[0] if isinstance(out, tuple) else out}
 
@@ -288,11 +290,12 @@ def cases(options: Options) -> Iterator[Attention]:
 
 def kernels(options: Options) -> Iterator[Any]:
     """Every kernel the table runs, each once."""
-    return once(kernel_for(spec(found)) for found in cases(options))
+    return once(kernel_for(spec(found)) for found in options.progress.left(cases(options), 1))
 
 
 def table(options: Options, timer: Timer, source: Provenance, folder: Path) -> Table:
     """Measure every case and write ``attention.json`` into ``folder``."""
     path = folder / "attention.json"
     found = Table("attention", PAPER, options.protocol, ATTENTION_FLOOR, source, path)
-    return fill(found, cases(options), measure, timer, options.rounds)
+    left = options.progress.left(cases(options), 1)
+    return fill(found, left, measure, timer, options.rounds, options.progress)

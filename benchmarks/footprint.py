@@ -22,7 +22,7 @@ __all__ = ["Footprints", "launches", "peak_bytes"]
 
 @dataclass
 class Footprints:
-    """Launches and bytes of each candidate, by its name; nothing where there is no GPU."""
+    """Launches and bytes of each candidate, by its name; nothing without a GPU, or where they cannot be told."""
 
     launches: dict[str, int] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
@@ -38,12 +38,20 @@ class Footprints:
         def built() -> Run:
             run = build()
             if torch.cuda.is_available():
-                self.peak_bytes[name] = peak_bytes(run) + planned()
-                if (count := launches(run)) is not None:
-                    self.launches[name] = count
+                self._note(name, run, planned)
             return run
 
         return built
+
+    def _note(self, name: str, run: Run, planned: Callable[[], int]) -> None:
+        self.peak_bytes[name] = peak_bytes(run) + planned()
+        try:
+            count = launches(run)
+        except RuntimeError as error:  # times of a candidate that cannot be counted still count
+            print(f"{name}: launches are not counted: {error}")
+            return
+        if count is not None:
+            self.launches[name] = count
 
 
 def peak_bytes(run: Run) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ import torch
 
 from benchmarks.check import Error
 from benchmarks.power import Reading
+from benchmarks.resume import Progress, of_case, place
 from benchmarks.table import Row, Table, label
 from benchmarks.timing import Run, Slice, Timer
 
@@ -66,6 +68,7 @@ class Options:
         quack: whether quack is a peer.
         tries: schedules that ``search`` times beside the chosen one.
         accumulate: how float8 products are added in ``search``.
+        progress: rows of earlier runs, and until when this one may go on.
     """
 
     shapes: tuple[str, ...]
@@ -83,6 +86,7 @@ class Options:
     quack: bool = False
     tries: int = 12
     accumulate: str = "fast"
+    progress: Progress = field(default_factory=Progress, compare=False)
 
     def shortened(self) -> Options:
         """The same in about a tenth of the time, for a look rather than a claim."""
@@ -230,22 +234,37 @@ def fill(
     measure: Callable[[C, Session], list[Row]],
     timer: Timer,
     rounds: int,
+    progress: Progress | None = None,
 ) -> Table:
     """Measure every case in a session of its own and add its rows; memory goes back after each.
 
-    A case whose data or reference cannot be made becomes a row that says so.
+    A case whose data or reference cannot be made becomes a row that says so. ``progress``: rows to begin with, and how
+    long to go on.
     """
+    if progress is not None:
+        table.keep(progress.rows, place)
     for case in cases:
+        if progress is not None and not progress.begins():
+            continue
+        start = time.monotonic()
         try:
             found = measure(case, Session(timer, rounds, label(case.case)))
         except Exception as error:
             found = [Row(case.case, None, 0.0, failed={"ours": told(error)})]
+        if progress is not None:
+            mine = of_case(case.case)
+            table.drop(lambda row, mine=mine: of_case(row) == mine)  # type: ignore[misc]
         for row in found:
             table.add(row)
         del case
         gc.collect()
         if torch.cuda.is_available():
+            torch.cuda.synchronize()  # raises where a kernel has taken the context with it
             torch.cuda.empty_cache()
+        if progress is not None:
+            progress.took(time.monotonic() - start)
+    if progress is not None and progress.passed:
+        print(f"{table.content['table']}: no time for {progress.passed} cases", flush=True)
     return table
 
 

@@ -2,7 +2,8 @@
 
 Nothing is timed. Inputs are normal, or normal with outlier channels; the reference is the layer in
 float64 of the same BF16 weights, so that an error has the rounding of weights and of activations in
-it. ``ours-rows`` has one scale per row, as PyTorch's layer has it, in place of delayed scales.
+it. ``rmse`` is the same, absolute, as the paper has it. ``ours-rows`` has one scale per row, as
+PyTorch's layer has it, in place of delayed scales.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ PAPER = "FuTransformer (arXiv 2610.23796), section 4.7, table 8: a layer's outpu
 PROTOCOL = (
     "one layer over a request of {length} tokens, residual stream N(0, 1), or the same with every "
     "256th channel 16 times as large (outliers), weights N(0, 1/K), gains 1 + 0.1·N(0, 1); error: the "
-    "residual stream that leaves, against float64 of the same BF16 weights on {rows} rows; delayed "
-    "scales are calibrated on the data"
+    "residual stream that leaves, against float64 of the same BF16 weights on {rows} rows; rmse: the "
+    "same, absolute; delayed scales are calibrated on the data"
 )
 
 FLOOR = "none (0): nothing is timed"
@@ -56,18 +57,22 @@ def measure(block: Block, session: Session) -> list[Row]:
             mine = OurBlock(block, weights, scaling=scaling)
             session.add(f"ours-{weights}-{scaling}", mine.runner, check)
         session.add(f"compile-{weights}", partial(compiled_block, block, weights, None), check)
-    return [row(block, weights, session) for weights in FORMATS]
+    size = exact["out"].square().mean().sqrt().item()
+    return [row(block, weights, session, size) for weights in FORMATS]
 
 
-def row(block: Block, weights: str, session: Session) -> Row:
-    """The block's row for one format."""
+def row(block: Block, weights: str, session: Session, size: float) -> Row:
+    """The block's row for one format; ``size``: root mean square of the reference."""
     names = {"ours": f"ours-{weights}-delayed", f"compile-{weights}": f"compile-{weights}"}
     if "row" in SCALINGS[weights]:
         names["ours-rows"] = f"ours-{weights}-row"
     errors = {n: session.errors[c].json() for n, c in names.items() if c in session.errors}
     failed = {n: session.failed[c] for n, c in names.items() if c in session.failed}
     case = {**block.case, "weights": weights, "variant": "outliers" if block.outliers else "normal"}
-    return Row(case, None, 0.0, error=errors.pop("ours", None), failed=failed, errors=errors)
+    rmse = {name: error["norm"] * size for name, error in errors.items()}
+    return Row(
+        case, None, 0.0, error=errors.pop("ours", None), failed=failed, errors=errors, rmse=rmse
+    )
 
 
 def cases(options: Options) -> Iterator[Block]:

@@ -77,7 +77,7 @@ def kernels(options: Options) -> Iterator[Any]:
     """Every kernel the table runs, each once."""
     return once(
         kernel
-        for block in cases(options)
+        for block in options.progress.left(cases(options), 1)
         for packed in (True, False)
         for kernel in OurBlock(block, WEIGHTS, packed=packed, page=PAGE).kernels()
     )
@@ -88,4 +88,5 @@ def table(options: Options, timer: Timer, source: Provenance, folder: Path) -> T
     path = folder / "packed-prefill.json"
     protocol = options.protocol + PROTOCOL
     found = Table("packed-prefill", PAPER, protocol, LAYER_FLOOR, source, path)
-    return fill(found, cases(options), measure, timer, options.rounds)
+    left = options.progress.left(cases(options), 1)
+    return fill(found, left, measure, timer, options.rounds, options.progress)

@@ -126,7 +126,7 @@ def kernels(options: Options) -> Iterator[Any]:
     """Every kernel the table runs, each once."""
     return once(
         kernel
-        for block in cases(options)
+        for block in options.progress.left(cases(options), len(FORMATS))
         for weights in FORMATS
         for kernel in OurBlock(block, weights).kernels()
     )
@@ -137,4 +137,5 @@ def table(options: Options, timer: Timer, source: Provenance, folder: Path) -> T
     path = folder / "prefill-layer.json"
     protocol = options.protocol + PROTOCOL
     found = Table("prefill-layer", PAPER, protocol, LAYER_FLOOR, source, path)
-    return fill(found, cases(options), measure, timer, options.rounds)
+    left = options.progress.left(cases(options), len(FORMATS))
+    return fill(found, left, measure, timer, options.rounds, options.progress)

@@ -366,7 +366,8 @@ def table(options: Options, timer: Timer, source: Provenance, folder: Path) -> T
     path = folder / "prefill-model.json"
     protocol = options.protocol + PROTOCOL.format(window=WINDOW)
     found = Table("prefill-model", PAPER, protocol, FLOOR, source, path)
-    return fill(found, cases(options), measure, timer, options.rounds)
+    left = options.progress.left(cases(options), len(FORMATS))
+    return fill(found, left, measure, timer, options.rounds, options.progress)
 
 
 def summary(content: Mapping[str, Any]) -> str:

@@ -55,6 +55,21 @@ class Provenance:
             date=datetime.now(UTC).date().isoformat(),
         )
 
+    @classmethod
+    def of_references(cls, allow_dirty: bool = False) -> Provenance:
+        """Of tables that the CPU references compute: no card, no driver, no DSL.
+
+        Raises: EpicuteError: as ``here``, but for the device.
+        """
+        return cls(
+            device="CPU",
+            driver="none",
+            torch=torch.__version__,
+            dsl="none",
+            commit=commit(allow_dirty=allow_dirty),
+            date=datetime.now(UTC).date().isoformat(),
+        )
+
 
 def slug(device: str) -> str:
     """Folder name of a device: ``NVIDIA H200`` → ``h200``, ``NVIDIA H100 PCIe`` → ``h100-pcie``."""

@@ -11,6 +11,7 @@
 | gemm, epilogue, calls, accuracy, layer-accuracy | every row of the table of that name |
 | attention, prefill-layer, packed-prefill, prefill-model | the same, with rates and footprints |
 | power | clock, power and share of the peak at that clock of every measurement of the table gemm |
+| perplexity, outliers | every row of the tables that the CPU references compute |
 | gpu-tests | passed, failed and skipped per test file |
 
 A table whose JSON is not there yet reads "not measured yet".
@@ -28,6 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import perplexity
 from benchmarks.floors import FLOP_PER_CLOCK, PEAK, SMS, nominal_mhz
 from benchmarks.mixes import padding
 from benchmarks.points import Point, points
@@ -46,6 +48,9 @@ MODELS = ("attention", "prefill-layer", "packed-prefill", "prefill-model")
 """Tables that the summary has once they are measured."""
 
 TABLES = (*SUMMED, "calls", "accuracy", *MODELS, "layer-accuracy")
+REFERENCES = ("perplexity", "outliers")
+"""Tables that no GPU computes; they have a folder of their own."""
+
 GPU_TESTS = "gpu-tests"
 
 BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -66,12 +71,17 @@ class Results:
         """Those of ``DEVICE`` in a checkout."""
         return Results(root / "benchmarks" / "results" / DEVICE)
 
+    def path(self, name: str) -> Path:
+        """Of a file."""
+        folder = self.folder.parent / "cpu" if name in REFERENCES else self.folder
+        return folder / f"{name}.json"
+
     def read(self, name: str) -> dict[str, Any] | None:
         """A file's content, None where there is no file.
 
         ``gpu-tests`` holds device, commit, date and ``files``: test file to passed, failed, skipped.
         """
-        path = self.folder / f"{name}.json"
+        path = self.path(name)
         if not path.is_file():
             return None
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -172,21 +182,30 @@ PARTS = (
         ("tests/models/test_gpu_prefill.py",),
     ),
     Part(
-        "Llama, Mistral, Qwen2, Qwen3 from a Hugging Face folder: prefill by float64 references",
+        "Decode of a layer in five kernels: BF16, FP8, INT4 weights over BF16, FP8, INT4, QK4PV8 caches",
+        ("epicute.models",),
+        "sm_90a",
+        ("tests/models/test_gpu_decode.py",),
+    ),
+    Part(
+        "Llama, Mistral, Qwen2, Qwen3 from a Hugging Face folder, FP8 and INT4 ones too: by float64 references",
         ("epicute.models",),
         "CPU",
     ),
     Part(
-        "The same models on a GPU: embedding, layers, final norm and head",
+        "The same models on a GPU: prefill, and steps from token to token in one graph",
         ("epicute.models",),
         "whole",
+    ),
+    Part(
+        "The same on a CPU over INT4 and QK4PV8 caches, smoothed or not",
+        ("epicute.models",),
+        "CPU",
     ),
     Part("Command line, demo on SmolLM2-135M", ("epicute.cli", "epicute.models"), "Linux"),
 )
 
 PLANNED = (
-    "the decode step as one chain of kernels, and generation on a GPU; on a CPU `epicute generate` works",
-    "models from INT4 checkpoints: their projections are read one by one",
     "sm_100a (Blackwell): a `Target` of that name exists, and GEMM and attention refuse it",
     "SGLang, vLLM and transformers plug-ins",
 )
@@ -195,7 +214,7 @@ WORKS = {
     "CPU": "works on any machine; tested on the CPU",
     "Linux": "works on Linux; tested without a GPU",
     "sm_90a": "compiles for sm_90a and is tested so",
-    "whole": "compiles for sm_90a; tested with its kernels evaluated on the CPU, no GPU test yet",
+    "whole": "compiles for sm_90a; tested with its kernels' PTX run on the CPU, no run of its GPU tests recorded yet",
 }
 
 
@@ -236,14 +255,21 @@ def planned(results: Results) -> str:
 
 def absent(name: str) -> str:
     """What stands where a file is missing."""
-    return f"Not measured yet: there is no `benchmarks/results/{DEVICE}/{name}.json`."
+    folder = "cpu" if name in REFERENCES else DEVICE
+    return f"Not measured yet: there is no `benchmarks/results/{folder}/{name}.json`."
 
 
 def source(table: Mapping[str, Any]) -> str:
     """Where a table's numbers come from, in a line."""
+    if table.get("backend") == "reference":
+        return (
+            f"Computed by the CPU references, no GPU kernel involved: torch {table['torch']}, commit "
+            f"{table['commit'][:10]}, {table['date']}."
+        )
+    commits = sorted({row.get("commit", table["commit"])[:10] for row in table["rows"]})
     return (
         f"{table['device']}, driver {table['driver']}, torch {table['torch']}, CuTe DSL "
-        f"{table['dsl']}, commit {table['commit'][:10]}, {table['date']}."
+        f"{table['dsl']}, commit{'s' if commits[1:] else ''} {', '.join(commits)}, {table['date']}."
     )
 
 
@@ -285,10 +311,14 @@ def whole(name: str) -> Callable[[Results], str]:
         if timed or not any("errors" in row for row in rows):
             parts += _times(name, rows)
         if any("errors" in row for row in rows):
-            parts += _errors([row for row in rows if "errors" in row] if timed else rows)
+            judged = [row for row in rows if "errors" in row] if timed else rows
+            for part in _alike(judged) if name in REFERENCES else [judged]:
+                parts += _errors(part)
         for kind, heading in BESIDE.items():
             if any(kind in row for row in rows):
                 parts.append(_beside(kind, heading, rows))
+        if name == "perplexity" and (said := perplexity.summary(table)):
+            parts.append(said.replace("\n", "  \n"))
         parts += [f"Protocol: {table['protocol']}.", f"Floor: {table['floor']}."]
         return "\n\n".join(parts)
 
@@ -299,6 +329,8 @@ BESIDE = {
     "launches": "launches of a call",
     "peak_bytes": "MB that a call needs beside weights, input and cache",
     "perplexity": "perplexity",
+    "rmse": "RMSE of the output of",
+    "standard_error": "standard error of the difference of log-losses to that of",
 }
 """What a row may have beside times and errors, and how it is headed."""
 
@@ -314,7 +346,8 @@ def _beside(kind: str, heading: str, rows: Sequence[Mapping[str, Any]]) -> str:
             return "-"
         if kind == "peak_bytes":
             return f"{value / 1e6:.1f}"
-        return f"{value:.3f}" if kind == "perplexity" else str(value)
+        digits = {"perplexity": 3, "standard_error": 4, "rmse": 5}.get(kind)
+        return str(value) if digits is None else f"{value:.{digits}f}"
 
     body = [[label(row["case"]), *(cell(row[kind].get(name)) for name in names)] for row in found]
     return markdown([f"{heading}: case", *names], body)
@@ -329,6 +362,14 @@ def _times(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         peers = tuple(sorted({*row["peers_us"], *row.get("failed", {})} - {"ours"}))
         groups.setdefault((row["case"].get("accumulate", "-"), peers), []).append(row)
     return [_rows(name, peers, found) for (_, peers), found in groups.items()]
+
+
+def _alike(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Rows with the same peers, in the order of the first of each."""
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.get("errors", {})), []).append(row)
+    return list(groups.values())
 
 
 def _errors(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -471,7 +512,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "summary": summary,
     GPU_TESTS: gpu_tests,
     "power": power,
-    **{name: whole(name) for name in TABLES},
+    **{name: whole(name) for name in (*TABLES, *REFERENCES)},
 }
 
 

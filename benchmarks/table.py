@@ -4,7 +4,8 @@
      rows: [{case, ours_us, floor_us, peers_us: {name: µs}, error: {norm, worst_row},
              errors: {name: {norm, worst_row}}, failed: {name: why},
              clocks_mhz: {name: MHz}, watts: {name: W},
-             launches: {name: count}, peak_bytes: {name: bytes}, perplexity: {name: number}}]}
+             launches: {name: count}, peak_bytes: {name: bytes}, perplexity: {name: number},
+             standard_error: {name: number}, rmse: {name: number}, commit, date}]}
 
 ``error`` is ours, null only in tables that measure no result; ``errors`` are the peers', there only
 in tables that are about them. ``failed`` is there only where a candidate failed. ``ours_us`` is null
@@ -12,7 +13,11 @@ only where ``failed`` says why, and in rows with ``errors`` or ``perplexity`` th
 ``clocks_mhz`` and ``watts`` are the SM clock and the power while a candidate was timed, ours as
 ``ours``, there only where the card's sensors could be read; ``launches`` and ``peak_bytes`` what a
 call takes beside its time (``benchmarks.footprint``), and ``perplexity`` of a model, in tables that
-measure them. A file is valid after every row, so that a run that is cut short keeps its rows.
+measure them; ``standard_error`` that of the mean difference of our log-losses and a peer's; ``rmse``
+the root mean square of the differences to the reference. ``commit``
+and ``date`` are the row's own where a table has rows of several runs (``benchmarks.resume``). The head
+has ``backend`` too where no GPU kernel was run: ``reference``, the float64 references. A file is
+valid after every row, so that a run that is cut short keeps its rows.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,10 +92,24 @@ PLAIN = ("shape", "layer", "weights", "composition", "mix", "variant")
 """Keys whose values speak for themselves."""
 
 HEAD = ("table", "paper", "device", "driver", "torch", "dsl", "commit", "date", "protocol", "floor")
+BEHIND = ("backend",)
+"""Fields of a head that are left out where a GPU's kernels ran."""
+
+BACKENDS = ("reference",)
 ROW = ("case", "ours_us", "floor_us", "peers_us", "error")
 SENSORS = ("clocks_mhz", "watts")
 FOOTPRINTS = ("launches", "peak_bytes")
-OPTIONAL = ("errors", "failed", *SENSORS, *FOOTPRINTS, "perplexity")
+STAMP = ("commit", "date")
+OPTIONAL = (
+    "errors",
+    "failed",
+    *SENSORS,
+    *FOOTPRINTS,
+    "perplexity",
+    "standard_error",
+    "rmse",
+    *STAMP,
+)
 """Fields of a row that are left out where they are empty."""
 
 
@@ -100,7 +119,8 @@ class Row:
 
     ``error`` is ours and ``errors`` are the peers'; ``failed`` maps a candidate to what went wrong,
     ``clocks_mhz`` and ``watts`` to what the card's sensors said, ``launches`` and ``peak_bytes`` to
-    what a call takes, ``perplexity`` to that of its model.
+    what a call takes, ``perplexity`` to that of its model, ``standard_error`` a peer to that of the
+    difference to it.
     """
 
     case: Mapping[str, Any]
@@ -115,34 +135,66 @@ class Row:
     launches: Mapping[str, int] = field(default_factory=dict)
     peak_bytes: Mapping[str, int] = field(default_factory=dict)
     perplexity: Mapping[str, float] = field(default_factory=dict)
+    standard_error: Mapping[str, float] = field(default_factory=dict)
+    rmse: Mapping[str, float] = field(default_factory=dict)
 
     def json(self) -> dict[str, Any]:
         """As it stands in the file."""
         found: dict[str, Any] = {name: getattr(self, name) for name in ROW}
         found["case"], found["peers_us"] = dict(self.case), dict(self.peers_us)
-        return found | {name: dict(getattr(self, name)) for name in OPTIONAL if getattr(self, name)}
+        kept = [name for name in OPTIONAL if getattr(self, name, None)]
+        return found | {name: dict(getattr(self, name)) for name in kept}
 
 
 class Table:
     """Rows of one table, written to ``path`` after every one of them."""
 
     def __init__(
-        self, name: str, paper: str, protocol: str, floor: str, source: Provenance, path: Path
+        self,
+        name: str,
+        paper: str,
+        protocol: str,
+        floor: str,
+        source: Provenance,
+        path: Path,
+        backend: str | None = None,
     ) -> None:
         """``name`` and the sentences are the file's; ``source`` says what was measured where."""
         head = {"table": name, "paper": paper, "protocol": protocol, "floor": floor}
         head |= asdict(source)
         self.path = path
-        self.content: dict[str, Any] = {key: head[key] for key in HEAD} | {"rows": []}
+        self.content: dict[str, Any] = {key: head[key] for key in HEAD}
+        self.content |= ({} if backend is None else {"backend": backend}) | {"rows": []}
+
+        self._place: Callable[[Mapping[str, Any]], Any] | None = None
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         """What was added so far."""
         return self.content["rows"]
 
+    def keep(
+        self, rows: Iterable[Mapping[str, Any]], place: Callable[[Mapping[str, Any]], Any]
+    ) -> None:
+        """Begin with rows of earlier runs. All that are added say when and at which commit they were measured, and the
+        table is in the order of ``place`` of their cases.
+        """
+        self.content = {**self.content, "rows": [dict(row) for row in rows]}
+        self._place = place
+
+    def drop(self, same: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Leave out the rows of cases that are the ``same``, as they are measured again."""
+        kept = [row for row in self.rows if not same(row["case"])]
+        self.content = {**self.content, "rows": kept}
+
     def add(self, row: Row) -> None:
         """Append, validate and write."""
-        grown = {**self.content, "rows": [*self.rows, row.json()]}
+        rows = [*self.rows, row.json()]
+        if self._place is not None:
+            place = self._place
+            rows[-1] |= {name: self.content[name] for name in STAMP}
+            rows.sort(key=lambda row: place(row["case"]))
+        grown = {**self.content, "rows": rows}
         validate(grown)
         self.content = grown
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +206,9 @@ class Table:
 
 def validate(table: Mapping[str, Any]) -> None:
     """Raise ArgumentError where ``table`` departs from the schema."""
-    _keys("table", table, (*HEAD, "rows"))
+    _keys("table", table, (*HEAD, "rows"), BEHIND)
+    said = table.get("backend", BACKENDS[0])
+    require(said in BACKENDS, "backend", repr(said), f"one of {BACKENDS}", "name what ran")
     for key in HEAD:
         filled = isinstance(table[key], str) and bool(table[key])
         require(filled, key, repr(table[key]), "a non-empty text", "say it")
@@ -198,6 +252,18 @@ def _validate_row(where: str, row: Mapping[str, Any]) -> None:
     for name, value in row.get("perplexity", {}).items():
         _number(f"{where}.perplexity.{name}", value, positive=True)
         require(name not in failed, f"{where}.perplexity.{name}", "also failed", "one", "keep one")
+    for name, value in row.get("rmse", {}).items():
+        _number(f"{where}.rmse.{name}", value, positive=True)
+        require(name not in failed, f"{where}.rmse.{name}", "also failed", "one", "keep one")
+    for name in STAMP:
+        said = row.get(name, "said")
+        require(
+            isinstance(said, str) and bool(said), f"{where}.{name}", repr(said), "a text", "say it"
+        )
+    for name, value in row.get("standard_error", {}).items():
+        known = name in row.get("perplexity", {}) and name != "ours"
+        require(known, f"{where}.standard_error", name, "a peer with a perplexity", "leave it out")
+        _number(f"{where}.standard_error.{name}", value)
 
 
 def _validate_error(where: str, error: Mapping[str, float]) -> None:
@@ -265,7 +331,7 @@ def line(row: Mapping[str, Any]) -> str:
     if row["error"]:
         parts.append(f"error {_both(row['error'])}")
     parts += [f"{name} {_both(error)}" for name, error in row.get("errors", {}).items()]
-    for kind in (*FOOTPRINTS, "perplexity"):
+    for kind in (*FOOTPRINTS, "perplexity", "standard_error"):
         if said := row.get(kind):
             parts.append(f"{kind} " + ", ".join(f"{n} {x:.7g}" for n, x in said.items()))
     parts += [f"FAILED {name}: {_short(why)}" for name, why in row.get("failed", {}).items()]

@@ -21,9 +21,8 @@ import torch
 
 from epicute.errors import UnsupportedError, require
 from epicute.kv.cache import KVCache
+from epicute.models.config import ModelConfig
 from epicute.models.generation import (
-    GPU_CACHES,
-    GPU_WEIGHTS,
     TextStream,
     device_for,
     fp8_scales,
@@ -31,12 +30,13 @@ from epicute.models.generation import (
 )
 from epicute.models.llama import Llama
 from epicute.models.smollm2 import Checkpoint
+from epicute.models.stored_model import StoredModel
 from epicute.models.tokenizer import TextTokens, packaged_tokens, tokens_of_folder
 
 __all__ = ["Speaker", "Spoken", "add_arguments", "one_thread", "packaged", "run"]
 
 WEIGHTS = ("bf16", "fp8", "int4")
-CACHES = ("bf16", "fp8", "int4")
+CACHES = ("bf16", "fp8", "int4", "qk4pv8")
 
 SMALL = 1 << 29
 """Parameters below which an operation of one row is over before threads have shared it out."""
@@ -53,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokens", type=int, default=64, help="tokens at most (default: 64)")
     parser.add_argument(
-        "--weights", choices=WEIGHTS, default="bf16", help="form of the weights (default: bf16)"
+        "--weights",
+        choices=WEIGHTS,
+        help="form of the weights (default: as the folder stores them)",
     )
     parser.add_argument(
         "--cache", choices=CACHES, default="bf16", help="form of the KV cache (default: bf16)"
@@ -138,6 +140,8 @@ class Speaker:
         ids = self.ids_of(prompt, count)
         cache, stream = self.new_cache(ids, count), TextStream(self.tokens.decode)
         found: list[int] = []
+        if count > 1:
+            self.model.prepare(cache)  # else the second token would pay for compiling and capturing
         say(prompt)
         start = first = time.perf_counter()
         for token in greedy(self.model, ids, cache, count, self.tokens.stops):
@@ -185,23 +189,31 @@ def run(args: argparse.Namespace) -> int:
     """
     folder, prompt = _given(args)
     require(args.tokens >= 1, "--tokens", args.tokens, "at least 1", "ask for some")
-    device = device_for(args.weights, args.cache)
+    weights = args.weights or _stored(folder)
+    device = device_for(weights, args.cache)
     if args.device is not None:
-        device = _device(args.device, args.weights, args.cache)
+        device = _device(args.device)
     with one_thread(_size(folder)):
         if folder is None:
-            speaker = packaged(Checkpoint.open(), args.weights, args.cache, device)
+            speaker = packaged(Checkpoint.open(), weights, args.cache, device)
         else:
             tokens = tokens_of_folder(folder)
             model = Llama.from_folder(
-                folder, device=device, weights=args.weights, **_options(device, args.cache)
+                folder, device=device, weights=weights, **_options(device, args.cache)
             )
-            speaker = Speaker(model, tokens, args.weights, args.cache)
+            speaker = Speaker(model, tokens, weights, args.cache)
         print(speaker, file=sys.stderr, flush=True)
         spoken = speaker.speak(prompt, args.tokens, _say)
     print(flush=True)
     print(spoken, file=sys.stderr)
     return 0
+
+
+def _stored(folder: Path | None) -> str:
+    """The form that a folder's weights have; the packaged checkpoint, whose are another one's, runs in 16 bits."""
+    return (
+        "bf16" if folder is None else StoredModel.open(folder, ModelConfig.from_folder(folder)).form
+    )
 
 
 def _say(text: str) -> None:
@@ -222,7 +234,7 @@ def _given(args: argparse.Namespace) -> tuple[Path | None, str]:
     return None if args.demo else Path(words[0]), words[-1]
 
 
-def _device(name: str, weights: str, cache: str) -> torch.device:
+def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -233,14 +245,6 @@ def _device(name: str, weights: str, cache: str) -> torch.device:
         name,
         "cpu, or cuda where there is a GPU",
         "leave it out",
-        UnsupportedError,
-    )
-    require(
-        device.type == "cpu" or (weights in GPU_WEIGHTS and cache in GPU_CACHES),
-        "--device",
-        f"{name} for {weights} weights and {cache} cache",
-        f"weights of {GPU_WEIGHTS} and a cache of {GPU_CACHES} on a GPU",
-        "pass --device cpu, or other forms",
         UnsupportedError,
     )
     return device

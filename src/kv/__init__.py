@@ -16,6 +16,7 @@ from epicute.kv.pages import (
     split_slot,
 )
 from epicute.kv.qk4pv8 import QK4PV8Cache
+from epicute.kv.qk4pv8_layers import QK4PV8Form, QK4PV8Layers
 
 __all__ = [
     "NO_SLOT",
@@ -27,6 +28,8 @@ __all__ = [
     "KVCache",
     "KVPool",
     "QK4PV8Cache",
+    "QK4PV8Form",
+    "QK4PV8Layers",
     "Strides",
     "cell_offset",
     "check_slots",

@@ -2,6 +2,7 @@
 
     keys(layer), values(layer)   (pages, page_size, kv_heads, head_dim), what PlaceKV and attention take
     int4.layer(layer)            (pages, kv_heads, record bytes) uint8, INT4 records of the same slots, if any
+    qk4pv8.layer(layer)          QK4PV8 records, and ΔS, of the same slots, if these are all there is
     page_table                   (requests, pages per request) int32, -1 where a request has no page
     lengths                      (requests,) int32, tokens that each request holds
 
@@ -16,17 +17,17 @@ requests a step is waiting for.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 
 from epicute.errors import EpicuteError, require
-from epicute.kv.cache_spec import FP8, CacheSpec
+from epicute.kv.cache_scales import cache_scales
+from epicute.kv.cache_spec import CacheSpec
 from epicute.kv.int4_layers import Int4Layers
 from epicute.kv.pages import NO_SLOT, slots_for
+from epicute.kv.qk4pv8_layers import QK4PV8Layers
 from epicute.kv.transfer import to_device
-from epicute.quant import SCALE_MAX, SCALE_MIN
 
 __all__ = ["CacheSpec", "CapacityError", "KVCache"]
 
@@ -51,6 +52,7 @@ class KVCache:
         k_scale, v_scale: (layers, kv_heads) float32, value = code * scale, for FP8; else None.
         saturated, nans: (layers, 2) int64, K and V: what was clipped and what was NaN when it was placed; FP8 only.
         int4: INT4 records of all layers, a mirror of the main copy or all there is; None without.
+        qk4pv8: QK4PV8 records of all layers, and the means of their requests; None without.
         step_positions, step_slots: (requests,) int64 of a one-token step, see ``begin_step``.
         step_lengths: (requests,) int32, keys of each request in that step.
         step_waiting: (requests,) int32, steps that ``reserve_step`` has announced and ``end_step`` has not counted yet.
@@ -73,12 +75,16 @@ class KVCache:
         inner = (spec.page_size, spec.kv_heads)
         shape = (pages, *(inner if spec.layout == "NHD" else inner[::-1]), spec.head_dim)
         self._memory: torch.Tensor | None = None
-        if spec.int4 != "only":
+        if not spec.recorded:
             self._memory = torch.empty((spec.layers, 2, *shape), dtype=spec.dtype, device=device)
         self.int4: Int4Layers | None = None
         if spec.int4 is not None:
             self.int4 = Int4Layers(spec.records(pages), spec.layers, device)
-        self.k_scale, self.v_scale = _scales(spec, scales, device)
+        self.qk4pv8: QK4PV8Layers | None = None
+        if spec.qk4pv8 is not None:
+            format = spec.qk4pv8_records(pages)
+            self.qk4pv8 = QK4PV8Layers(spec.qk4pv8, format, spec.layers, requests, device)
+        self.k_scale, self.v_scale = cache_scales(spec, scales, device)
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -148,6 +154,8 @@ class KVCache:
         kind = "dense" if self._fixed else f"{self.pages} pages"
         if self.spec.int4 is not None:
             kind += ", INT4 only" if self.spec.int4 == "only" else ", INT4 mirror"
+        if self.spec.qk4pv8 is not None:
+            kind += f", QK4PV8 only, smoothing {self.spec.qk4pv8.smoothing}"
         held = f"{sum(self._held)} tokens of {self.requests} requests"
         return f"KVCache({self.spec}, {kind}, max_length={self.max_length}, {held}, {self.device})"
 
@@ -160,7 +168,8 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes of keys and values, in all their copies."""
         main = 0 if self._memory is None else self._memory.nbytes
-        return main + (0 if self.int4 is None else self.int4.memory.nbytes)
+        main += 0 if self.int4 is None else self.int4.memory.nbytes
+        return main + (0 if self.qk4pv8 is None else self.qk4pv8.nbytes)
 
     @property
     def free_pages(self) -> int:
@@ -185,9 +194,9 @@ class KVCache:
         require(
             self._memory is not None,
             "cache",
-            "INT4 records alone",
+            "INT4 records alone" if self.int4 is not None else "QK4PV8 records alone",
             "a main copy of keys and values",
-            "read cache.int4, or allocate the records as a mirror",
+            "read cache.int4 or cache.qk4pv8, or allocate INT4 records as a mirror",
         )
         assert self._memory is not None
         pool = self._memory[layer, which]
@@ -349,6 +358,29 @@ class KVCache:
         self._held = [held + count for held, count in zip(self._held, added, strict=True)]
         self.lengths.add_(self._sent(added, torch.int32))
 
+    def mark(self) -> list[tuple[int, int]]:
+        """Tokens and pages of each request, for ``roll_back``."""
+        return [(held, len(owned)) for held, owned in zip(self._held, self._owned, strict=True)]
+
+    def roll_back(self, mark: Sequence[tuple[int, int]]) -> None:
+        """Take back what requests were given since ``mark``, as what was to fill it failed; none was freed since."""
+        added = [held - then for held, (then, _) in zip(self._held, mark, strict=True)]
+        self._held = [held for held, _ in mark]
+        for row, (_, pages) in enumerate(mark):
+            taken, self._owned[row] = self._owned[row][pages:], self._owned[row][:pages]
+            self._free += reversed(taken)
+            self.page_table[row, pages : pages + len(taken)] = -1
+        self.lengths.sub_(self._sent(added, torch.int32))
+
+    def owners(self, page_table: torch.Tensor) -> torch.Tensor:
+        """(B,) int64, the request of this cache whose first page each row of (B, pages) int32 begins with.
+
+        Of requests that share no pages. On the device, without waiting for it; a row that begins with no page here gets
+        any number.
+        """
+        first = page_table[:, :1].to(self.page_table.device)
+        return (first == self.page_table[:, 0]).to(torch.int8).argmax(dim=1)
+
     def free(self, row: int) -> None:
         """Forget request ``row``. Its pages go back to the pool; a dense cache keeps them in place.
 
@@ -369,6 +401,8 @@ class KVCache:
             self.free(row)
         self.saturated.zero_()
         self.nans.zero_()
+        for counters in () if self.qk4pv8 is None else self.qk4pv8.counters:
+            counters.reset()
 
     def _sent(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Numbers on the device, without waiting for it."""
@@ -425,44 +459,3 @@ class KVCache:
         done = (self.step_positions >= 0) & (self.step_waiting > 0)
         self.lengths.add_(done)
         self.step_waiting.sub_(done.to(torch.int32))
-
-
-def _scales(
-    spec: CacheSpec, scales: tuple[object, object] | None, device: torch.device | str
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """K's and V's scales, (layers, kv_heads) float32 each, for FP8; else None twice."""
-    require(
-        (scales is not None) == (spec.dtype == FP8),
-        "scales",
-        scales,
-        "K's and V's scales" if spec.dtype == FP8 else f"None for {spec.dtype}",
-        "pass amax / 448 of typical keys and values, as one number or (layers, kv_heads) each"
-        if spec.dtype == FP8
-        else "leave scales out",
-    )
-    if scales is None:
-        return None, None
-    require(len(scales) == 2, "scales", scales, "(K's, V's)", "pass both")
-    k, v = (_scale(spec, name, given) for name, given in zip("kv", scales, strict=True))
-    return k.to(device), v.to(device)
-
-
-def _scale(spec: CacheSpec, name: str, given: object) -> torch.Tensor:
-    shape = (spec.layers, spec.kv_heads)
-    found = torch.as_tensor(given, dtype=torch.float32, device="cpu")
-    require(
-        found.shape in ((), shape),
-        f"{name}_scale",
-        tuple(found.shape),
-        f"one number or {shape}, (layers, kv_heads)",
-        "give a scale for each layer and KV head",
-    )
-    least, most = float(found.min()), float(found.max())
-    require(
-        math.isfinite(least) and SCALE_MIN <= least and most <= SCALE_MAX,
-        f"{name}_scale",
-        f"{least} to {most}",
-        f"from {SCALE_MIN:.3g} to {SCALE_MAX:.3g}",
-        "pass amax / 448 of typical keys and values",
-    )
-    return found.expand(shape).contiguous()

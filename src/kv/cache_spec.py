@@ -9,6 +9,8 @@ import torch
 from epicute.errors import require
 from epicute.kv.int4 import Int4Cache
 from epicute.kv.pages import PAGE_SIZES
+from epicute.kv.qk4pv8 import QK4PV8Cache
+from epicute.kv.qk4pv8_layers import QK4PV8Form
 
 __all__ = ["FP8", "INT4_COPIES", "CacheSpec"]
 
@@ -31,12 +33,14 @@ class CacheSpec:
         layers: decoder layers.
         kv_heads: heads of keys and values.
         head_dim: channels of a head.
-        dtype: bfloat16, float16, float8_e4m3fn, or float32 for references alone. Where INT4 records are all there is,
-            that of the rows they are made of, which nothing keeps.
+        dtype: bfloat16, float16, float8_e4m3fn, or float32 for references alone. Where records are all there is, that
+            of the rows they are made of, which nothing keeps.
         page_size: tokens per page, of ``PAGE_SIZES``.
         layout: order in memory of a page, "NHD" (token, head, channel) or "HND" (head, token, channel).
         int4: what INT4 records (``kv.int4``) there are, of ``INT4_COPIES``; None for none.
         rotated: whether those records are of rows that were rotated over their heads.
+        qk4pv8: that QK4PV8 records (``kv.qk4pv8``) are all there is, and of what form; None for none.
+        heads: of queries, which QK4PV8 records depend on.
     """
 
     layers: int
@@ -47,6 +51,8 @@ class CacheSpec:
     layout: str = "NHD"
     int4: str | None = field(default=None, repr=False)
     rotated: bool = field(default=True, repr=False)
+    qk4pv8: QK4PV8Form | None = field(default=None, repr=False)
+    heads: int | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim"):
@@ -73,23 +79,39 @@ class CacheSpec:
             f"one of {LAYOUTS}",
             "name the order of token, head and channel in a page",
         )
-        if self.int4 is None:
+        if self.int4 is None and self.qk4pv8 is None:
             return
         require(
-            self.int4 in INT4_COPIES,
+            self.int4 in (*INT4_COPIES, None),
             "int4",
             repr(self.int4),
             f"one of {INT4_COPIES}, or None",
             "say what the INT4 records are to the cache",
         )
         require(
+            self.int4 is None or self.qk4pv8 is None,
+            "qk4pv8",
+            f"{self.qk4pv8} beside INT4 records",
+            "records of one kind",
+            "leave one of the two out",
+        )
+        require(
             self.dtype != FP8,
             "dtype",
             self.dtype,
-            "rows of 16 or 32 bits, which INT4 records are made of",
+            f"rows of 16 or 32 bits, which {'INT4' if self.int4 else 'QK4PV8'} records are made of",
             "choose the dtype of the model's activations",
         )
-        self.records(1)  # refuses heads that no record has
+        # These refuse pages and heads that no record has.
+        if self.int4 is not None:
+            self.records(1)
+        else:
+            self.qk4pv8_records(1)
+
+    @property
+    def recorded(self) -> bool:
+        """Whether records are all there is: no main copy of keys and values."""
+        return self.int4 == "only" or self.qk4pv8 is not None
 
     def records(self, pages: int) -> Int4Cache:
         """The format of ``pages`` pages of INT4 records of one layer."""
@@ -97,10 +119,26 @@ class CacheSpec:
             pages, self.page_size, self.kv_heads, self.head_dim, rotated=self.rotated
         )
 
+    def qk4pv8_records(self, pages: int) -> QK4PV8Cache:
+        """The format of ``pages`` pages of QK4PV8 records of one layer."""
+        require(
+            self.qk4pv8 is not None and self.heads is not None,
+            "heads" if self.qk4pv8 is not None else "qk4pv8",
+            None,
+            "a form of QK4PV8 records, and the count of query heads",
+            "pass both to CacheSpec, or allocate the cache with model.new_cache(…)",
+        )
+        assert self.qk4pv8 is not None
+        assert self.heads is not None
+        heads = self.heads, self.kv_heads
+        return self.qk4pv8.records(pages, self.page_size, heads, self.head_dim)
+
     @property
     def token_bytes(self) -> int:
         """Bytes that one token takes in all layers; tables, and scales of whole heads, apart."""
         heads = self.layers * self.kv_heads
+        if self.qk4pv8 is not None:
+            return self.layers * self.qk4pv8_records(1).bytes // self.page_size
         main = 0 if self.int4 == "only" else 2 * heads * self.head_dim * self.dtype.itemsize
         if self.int4 is None:
             return main

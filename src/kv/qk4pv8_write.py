@@ -292,8 +292,9 @@ class CacheWritePlan:
         for name, held in (("memory.records", memory.records), ("memory.delta", memory.delta)):
             if held is not None and held.device != device:
                 raise wrong(name, held, f"a tensor on {device}", "allocate the cache there")
-        if memory.delta is not None and not memory.delta.is_contiguous():
-            raise wrong("memory.delta", memory.delta, "contiguous memory", "allocate() it")
+        if memory.delta is not None and not _whole(memory.delta):
+            expected = "contiguous memory at a multiple of 16 bytes"
+            raise wrong("memory.delta", memory.delta, expected, "allocate() it")
         self._check_means(means, device)
         require(
             (counters is not None) == self.spec.counted,
@@ -343,8 +344,8 @@ class CacheWritePlan:
             ("means.q", means.q, self.cache.q_heads),
             ("means.k", means.k, self.cache.kv_heads),
         ):
-            expected = f"contiguous (groups, {heads}, {width}) float32 on {device}"
-            fits = x.shape[1:] == (heads, width) and x.device == device and x.is_contiguous()
+            expected = f"contiguous (groups, {heads}, {width}) float32 on {device}, at 16 bytes"
+            fits = x.shape[1:] == (heads, width) and x.device == device and _whole(x)
             if not fits:
                 raise wrong(name, x, expected, "pass the means of this layer")
         require(
@@ -432,6 +433,11 @@ class CacheWritePlan:
             given.counters,
         )
         self.cache.place(given.memory, rows, slots[kept])
+
+
+def _whole(x: torch.Tensor) -> bool:
+    """Whether vectors of 16 bytes follow each other in a tensor."""
+    return x.is_contiguous() and x.data_ptr() % 16 == 0
 
 
 def _bits(scale: float) -> int:

@@ -149,9 +149,9 @@ class Places(Launched):
             chunk = found[0] + found[2] - 1
             own = shared.row_of + chunk * TOKENS + found[1]
             shared_view(Int8, own, 1, 1)[0] = Int8(thread)
-            # All rows of a chunk write the same.
-            base = shared.slots + chunk * 8
-            shared_view(Int64, base, 1, 8)[0] = slot[0] // TOKENS * TOKENS
+            if found[2] != 0:
+                base = shared.slots + chunk * 8
+                shared_view(Int64, base, 1, 8)[0] = slot[0] // TOKENS * TOKENS
         cute.arch.sync_threads()
         return total
 

@@ -1,8 +1,13 @@
-"""Models: layer shapes, checkpoints, the prefill block and Llama, and a trained checkpoint as a package."""
+"""Models: layer shapes, checkpoints, prefill and decode blocks and Llama, and a trained checkpoint as a package."""
 
 from epicute.models.block_spec import BlockSpec
 from epicute.models.block_state import BlockScales, LayerCache, Stream, Workspace, model_sites
 from epicute.models.config import ModelConfig
+from epicute.models.decode_block import DecodeBlock
+from epicute.models.decode_block_spec import DecodeBlockSpec
+from epicute.models.decode_cache import CacheForm, DecodeCache
+from epicute.models.decode_step import DecodeStep
+from epicute.models.decode_weights import DecodeWeights
 from epicute.models.embedding import plan_embedding
 from epicute.models.final_norm import plan_final_norm
 from epicute.models.folder import Folder
@@ -19,6 +24,12 @@ __all__ = [
     "SHAPES",
     "BlockScales",
     "BlockSpec",
+    "CacheForm",
+    "DecodeBlock",
+    "DecodeBlockSpec",
+    "DecodeCache",
+    "DecodeStep",
+    "DecodeWeights",
     "Folder",
     "Kernels",
     "LayerCache",

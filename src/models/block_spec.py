@@ -7,7 +7,9 @@
     down     Dequantize >> ResidualAdd >> SumSquares >> Store [>> EmitFP8]
 
 With 16-bit weights ``Dequantize`` and ``EmitFP8`` fall away. With row-wise scales ``EmitFP8`` does, and each FP8
-activation is made by a kernel of its own.
+activation is made by a kernel of its own. Behind the last layer the final norm reads 16 bits, so that ``down`` has no
+``EmitFP8`` there. Weights that could not absorb the gain of the norm before them read an activation that has it:
+``o`` and ``down`` then end in ``Gain >> EmitFP8``.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from epicute.epilogues import (
     Dequantize,
     Elementwise,
     EmitFP8,
+    Gain,
     HeadNorm,
     Operand,
     PlaceKV,
@@ -101,6 +104,9 @@ class BlockSpec:
         softcap: of attention scores; None for none.
         softmax_scale: None for head_dim ** -0.5.
         accumulate: FP8 products, "fast" or "precise"; None for the rule of ``epicute.gemm.accumulation``.
+        gains: of the two norms: "folded" into the weights behind them; or "operand", for FP8 weights that were
+            quantised before: who writes an FP8 activation multiplies by the gain of the norm that its reader has.
+        last: whether the final norm follows, which reads 16 bits: what leaves has no FP8 form.
     """
 
     shape: LayerShape
@@ -117,6 +123,8 @@ class BlockSpec:
     softcap: float | None = None
     softmax_scale: float | None = None
     accumulate: str | None = None
+    gains: str = "folded"
+    last: bool = False
 
     def __post_init__(self) -> None:
         require(
@@ -146,6 +154,15 @@ class BlockSpec:
             self.cache,
             f"{self.dtype} or {FP8}",
             "give the dtype of the KV cache",
+        )
+        require(
+            self.gains in (("folded", "operand") if self.format == "fp8" else ("folded",)),
+            "BlockSpec.gains",
+            repr(self.gains),
+            "'folded' or 'operand'"
+            if self.format == "fp8"
+            else "'folded', as weights have 16 bits",
+            "say where the norms' gains go",
         )
         require(
             self.eps > 0,
@@ -209,14 +226,16 @@ class BlockSpec:
         shape, emit = self.shape, [EmitFP8()] if self.delayed else []
         scales = [Dequantize("row" if self.rowwise else "tensor")] if self.format == "fp8" else []
         norm = RowScale(width=shape.hidden, eps=self.eps)
-        stored: list[Policy] = [SumSquares(), Store(self.dtype), *emit]
+        gain = [Gain()] if self.delayed and self.gains == "operand" else []
+        stored: list[Policy] = [SumSquares(), Store(self.dtype)]
+        coded: list[Policy] = [*stored, *gain, *emit]
         activated: Policy = EmitFP8() if self.delayed else Store(self.dtype)
         bias = [Bias()] if self.bias else []
         return {
             "qkv": compose(*scales, norm, *bias, self._heads()),
-            "o": compose(*scales, ResidualAdd(), KeepRows(), *stored),
+            "o": compose(*scales, ResidualAdd(), KeepRows(), *coded),
             "gate_up": compose(*scales, norm, self.activation, activated),
-            "down": compose(*scales, ResidualAdd(), *stored),
+            "down": compose(*scales, ResidualAdd(), *(stored if self.last else coded)),
         }
 
     def _heads(self) -> Columns:

@@ -61,6 +61,7 @@ class Stream:
         values: torch.Tensor,
         entry: DelayedScale | None = None,
         slots: torch.Tensor | None = None,
+        gain: torch.Tensor | None = None,
     ) -> Stream:
         """The stream that enters a first block, from its values.
 
@@ -71,6 +72,7 @@ class Stream:
                 invocation.
             slots: (M,) int64 of the requests: rows of none (-1) become zeros, as the embedding makes them, and are not
                 recorded. None: every row is a token's.
+            gain: (hidden,) float32, the first layer's ``x_gain``, which the codes have in them; None with folded gains.
         """
         require(
             slots is None or (slots.dtype == torch.int64 and slots.shape == values.shape[:1]),
@@ -86,6 +88,13 @@ class Stream:
             "a DelayedScale for delayed scales, None otherwise",
             "pass DelayedScale.create(device) of this request group",
         )
+        require(
+            (gain is not None) == (spec.gains == "operand"),
+            "gain",
+            None if gain is None else tuple(gain.shape),
+            "the first layer's x_gain" if spec.gains == "operand" else "None, as gains are folded",
+            "pass weights.x_gain of the first layer",
+        )
         found = Stream.allocate(spec, values.shape[0], values.device)
         if slots is not None:
             values = torch.where((slots >= 0)[:, None], values, 0.0)
@@ -95,9 +104,8 @@ class Stream:
         found.sumsq.copy_(wide.unflatten(1, (spec.partials, 64)).square().sum(2))
         if found.codes is None:
             return found
-        codes, scale = (
-            quantize_rows(found.values) if entry is None else entry.quantize(found.values)
-        )
+        read = found.values if gain is None else found.values.float() * gain
+        codes, scale = quantize_rows(read) if entry is None else entry.quantize(read)
         found.codes.view(torch.uint8).copy_(codes.view(torch.uint8))
         return replace(found, scale=scale)
 
@@ -149,14 +157,15 @@ class BlockScales:
         attention: attention's output, which the output projection reads.
         x1: the stream between attention and MLP, which gate and up read.
         z: the activated product, which the down projection reads.
-        y: the stream that leaves, which the next block's QKV projection reads: the next layer's x.
-        group: these four as a group, which one launch rolls; None where they are states without one.
+        y: the stream that leaves, which the next block's QKV projection reads: the next layer's x. None behind the
+            last layer, where nothing reads it in FP8.
+        group: these as a group, which one launch rolls; None where they are states without one.
     """
 
     attention: DelayedScale
     x1: DelayedScale
     z: DelayedScale
-    y: DelayedScale
+    y: DelayedScale | None = None
     group: DelayedGroup | None = None
 
     @staticmethod
@@ -165,11 +174,16 @@ class BlockScales:
         history: int = 16,
         initial: float = 1.0,
         margin: int = 0,
+        *,
+        last: bool = False,
     ) -> BlockScales:
-        """Fresh states; see ``DelayedScale.create``, and ``PrefillBlock.calibrate`` for scales that fit at once."""
-        group = DelayedGroup.create(SITES, device, history=history, initial=initial, margin=margin)
-        attention, x1, z, y = (group[site] for site in SITES)
-        return BlockScales(attention, x1, z, y, group)
+        """Fresh states; see ``DelayedScale.create``, and ``PrefillBlock.calibrate`` for scales that fit at once.
+
+        ``last``: of a model's last layer, as ``BlockSpec.last`` says.
+        """
+        sites = SITES[:3] if last else SITES
+        group = DelayedGroup.create(sites, device, history=history, initial=initial, margin=margin)
+        return BlockScales(**{site: group[site] for site in sites}, group=group)
 
     @staticmethod
     def of(group: DelayedGroup, layer: int) -> BlockScales:
@@ -178,17 +192,25 @@ class BlockScales:
         Raises:
             ArgumentError: a group of other sites.
         """
-        part = group.part((*(f"{layer}.{site}" for site in SITES[:3]), f"{layer + 1}.x"))
-        attention, x1, z, y = (group[site] for site in part)
-        return BlockScales(attention, x1, z, y, part)
+        names = [f"{layer}.{site}" for site in SITES[:3]]
+        if f"{layer + 1}.x" in group.names:
+            names.append(f"{layer + 1}.x")
+        part = group.part(names)
+        states = {site: group[name] for site, name in zip(SITES, part, strict=False)}
+        return BlockScales(**states, group=part)
 
     @property
     def sites(self) -> tuple[DelayedScale, ...]:
-        """The four states in the order in which they are written."""
-        return (self.attention, self.x1, self.z, self.y)
+        """The states in the order in which they are written."""
+        return tuple(self._named.values())
+
+    @property
+    def _named(self) -> dict[str, DelayedScale]:
+        found = {site: getattr(self, site) for site in SITES}
+        return {site: state for site, state in found.items() if state is not None}
 
     def roll(self) -> None:
-        """Take what the last invocation saw into these four scales; see ``DelayedScale.roll``."""
+        """Take what the last invocation saw into these scales; see ``DelayedScale.roll``."""
         if self.group is not None:
             self.group.roll()
             return
@@ -199,16 +221,16 @@ class BlockScales:
         """Copies of all tensors, as ``x1.scale_used``."""
         return {
             f"{site}.{name}": tensor
-            for site in SITES
-            for name, tensor in getattr(self, site).state_dict().items()
+            for site, scale in self._named.items()
+            for name, tensor in scale.state_dict().items()
         }
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from ``state``; see ``DelayedScale.load_state_dict``. Refuses names of other sites."""
-        found: dict[str, dict[str, torch.Tensor]] = {site: {} for site in SITES}
+        found: dict[str, dict[str, torch.Tensor]] = {site: {} for site in self._named}
         for name, tensor in state.items():
             site, _, rest = name.partition(".")
-            require(site in found, "state", name, ", ".join(SITES), "pass a state_dict()")
+            require(site in found, "state", name, ", ".join(found), "pass a state_dict()")
             found[site][rest] = tensor
         for site, given in found.items():
             getattr(self, site).load_state_dict(given)
@@ -217,10 +239,10 @@ class BlockScales:
 def model_sites(layers: int) -> tuple[str, ...]:
     """Names of a model's delayed scales, for one ``DelayedGroup`` that one launch rolls.
 
-    ``0.x`` is what the embedding writes, ``1.x`` what the first layer gives to the second, and so on.
+    ``0.x`` is what the embedding writes, ``1.x`` what the first layer gives to the second, and so on; what the last one
+    gives nobody reads in FP8.
     """
-    names = [f"{layer}.{site}" for layer in range(layers) for site in ("x", *SITES[:3])]
-    return (*names, f"{layers}.x")
+    return tuple(f"{layer}.{site}" for layer in range(layers) for site in ("x", *SITES[:3]))
 
 
 @dataclass(frozen=True, eq=False)

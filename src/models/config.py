@@ -70,7 +70,6 @@ REFUSED = {
     "use_bidirectional_attention": "attention to later tokens",
     "attn_logit_softcapping": "capped attention scores",
     "final_logit_softcapping": "capped logits",
-    "quantization_config": "weights that are quantised in a format of their own",
 }
 """Keys that, where they are set, ask for what no block here does."""
 
@@ -199,7 +198,11 @@ class ModelConfig:
         )
 
     def block(
-        self, format: str = "bf16", cache: torch.dtype = torch.bfloat16, scaling: str = "delayed"
+        self,
+        format: str = "bf16",
+        cache: torch.dtype = torch.bfloat16,
+        scaling: str = "delayed",
+        gains: str = "folded",
     ) -> BlockSpec:
         """The specification of the kernels of one of its layers; see ``BlockSpec`` for the arguments."""
         from epicute.models.block_spec import BlockSpec
@@ -215,6 +218,7 @@ class ModelConfig:
             qk_norm=self.qk_norm,
             rope=self.rope.policy,
             window=self.window,
+            gains=gains,
         )
 
 

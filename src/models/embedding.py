@@ -4,7 +4,8 @@
     sumsq[m]  = sums of squares over 64 columns of x[m]   what RowScale of the first QKV projection reads
     codes[m]  = e4m3(x[m] * (1 / scale))                  what that projection multiplies, under a delayed scale
 
-(FuTransformer 3.2.2, 3.2.3.) RMSNorm's gain belongs to the projection's weights.
+(FuTransformer 3.2.2, 3.2.3.) RMSNorm's gain belongs to the projection's weights; where these could not absorb it, the
+codes are of x * gain.
 
 An id of -1 is padding, as graphs captured for more rows than are live have it: a row of zeros that no maximum or
 counter sees. Any other id outside of the table gives a row of zeros too and is counted in ``strays``; on the CPU it is
@@ -44,7 +45,8 @@ __all__ = [
 
 ARGUMENTS = (
     *("ids", "table", "table_stride", "vocabulary", "x", "x_stride", "sumsq", "sumsq_stride"),
-    *("strays", "codes", "codes_stride", "scale", "amax", "saturated", "nans", "rows", "blocks"),
+    *("strays", "codes", "codes_stride", "scale", "amax", "saturated", "nans", "gain"),
+    *("rows", "blocks"),
 )
 """The kernel's integers: addresses, strides in bytes, V, M, blocks to launch."""
 
@@ -76,12 +78,14 @@ class EmbeddingSpec:
         dtype: of the table and of x, bfloat16 or float16.
         ids_dtype: int32 or int64.
         fp8: whether codes are written too.
+        gain: whether a norm's gain goes into the codes.
     """
 
     hidden: int
     dtype: torch.dtype
     ids_dtype: torch.dtype
     fp8: bool
+    gain: bool = False
 
     def __post_init__(self) -> None:
         require(
@@ -101,6 +105,13 @@ class EmbeddingSpec:
                 " or ".join(map(str, allowed)),
                 "convert the tensor",
             )
+        require(
+            self.fp8 or not self.gain,
+            "gain",
+            self.gain,
+            "False without codes, as x itself has no gain",
+            "plan with fp8=True, or leave gain out",
+        )
 
     @property
     def groups(self) -> int:
@@ -147,10 +158,11 @@ def embedding_kernel(
     *,
     ids_dtype: torch.dtype = torch.int64,
     fp8: bool = True,
+    gain: bool = False,
     target: Target | None = None,
 ) -> EmbeddingKernel:
     """Describe the kernel; see ``plan_embedding``. Raises as there, and compiles nothing."""
-    spec = EmbeddingSpec(hidden, dtype, ids_dtype, fp8)
+    spec = EmbeddingSpec(hidden, dtype, ids_dtype, fp8, gain)
     return EmbeddingKernel(spec, target or Target.detect())
 
 
@@ -160,6 +172,7 @@ def plan_embedding(
     *,
     ids_dtype: torch.dtype = torch.int64,
     fp8: bool = True,
+    gain: bool = False,
     device: torch.device | str | None = None,
     cache: ObjectCache | None = None,
 ) -> EmbeddingPlan:
@@ -170,13 +183,14 @@ def plan_embedding(
         dtype: of table and x, bfloat16 or float16.
         ids_dtype: int32 or int64.
         fp8: whether to write codes under a delayed scale too.
+        gain: whether these are of x * gain, for a first projection that could not absorb its norm's gain.
         device: where it will run; None is the current GPU, or the CPU where there is none. Others are prepared at
             their first run.
         cache: object cache; by default the user's.
 
     Raises ArgumentError, naming the argument, before anything is compiled.
     """
-    spec = EmbeddingSpec(hidden, dtype, ids_dtype, fp8)
+    spec = EmbeddingSpec(hidden, dtype, ids_dtype, fp8, gain)
     idle = (0,) * (len(ARGUMENTS) - 1) + (1,)
     launcher = Launcher(lambda target: EmbeddingKernel(spec, target), idle, device, cache)
     return EmbeddingPlan(spec, launcher)
@@ -203,6 +217,7 @@ class EmbeddingPlan:
         strays: torch.Tensor,
         codes: torch.Tensor | None = None,
         site: DelayedScale | None = None,
+        gain: torch.Tensor | None = None,
     ) -> None:
         """Gather ``table``'s rows, on the current stream of their device.
 
@@ -218,15 +233,16 @@ class EmbeddingPlan:
             codes: (M, hidden) float8_e4m3fn, written, rows at multiples of 8 bytes; with ``fp8`` alone.
             site: the delayed scale of the codes: quantises with ``scale_used``, raises ``amax_next``, ``saturated``
                 and ``nans`` as ``EmitFP8`` does; with ``fp8`` alone.
+            gain: (hidden,) float32 at a multiple of 16 bytes; with ``gain`` alone.
 
         Raises:
             ArgumentError: naming the argument, before the launch; on the CPU for stray ids too.
         """
-        arguments = self.bind(ids, table, x, sumsq, strays, codes, site)
+        arguments = self.bind(ids, table, x, sumsq, strays, codes, site, gain)
         if arguments is None:
             return
         if table.device.type == "cpu":
-            self._run_here(ids, table, x, sumsq, codes, site)
+            self._run_here(ids, table, x, sumsq, codes, site, gain)
         else:
             self._launcher.launch(table.get_device(), arguments)
 
@@ -239,6 +255,7 @@ class EmbeddingPlan:
         strays: torch.Tensor,
         codes: torch.Tensor | None = None,
         site: DelayedScale | None = None,
+        gain: torch.Tensor | None = None,
     ) -> tuple[int, ...] | None:
         """Check everything and return the kernel's arguments; None where M is 0."""
         spec, device = self.spec, device_of("table", table)
@@ -254,12 +271,13 @@ class EmbeddingPlan:
         sums_stride = check_matrix("sumsq", sumsq, (rows, spec.groups), torch.float32, device, 4)
         check_vector("strays", strays, 1, (torch.int64,), device)
         emitted = self._check_fp8(codes, site, rows, device)
-        check_apart(ids=ids, table=table, x=x, sumsq=sumsq, strays=strays, codes=codes)
+        factors = self._check_gain(gain, device)
+        check_apart(ids=ids, table=table, x=x, sumsq=sumsq, strays=strays, codes=codes, gain=gain)
         most = WAVES * self._launcher.multiprocessors(device)
         found = (
             *(ids.data_ptr(), table.data_ptr(), table_stride, table.shape[0]),
             *(x.data_ptr(), x_stride, sumsq.data_ptr(), sums_stride, strays.data_ptr()),
-            *(*emitted, rows, min(-(-rows * spec.octets // WARPS), most)),
+            *(*emitted, factors, rows, min(-(-rows * spec.octets // WARPS), most)),
         )
         return found if rows else None
 
@@ -287,6 +305,18 @@ class EmbeddingPlan:
         state = (site.scale_used, site.amax_next, site.saturated, site.nans)
         return (codes.data_ptr(), stride, *(t.data_ptr() for t in state))
 
+    def _check_gain(self, gain: torch.Tensor | None, device: torch.device) -> int:
+        """Its address, 0 for none."""
+        if not self.spec.gain:
+            if gain is not None:
+                raise wrong("gain", gain, "nothing", "plan with gain=True, or leave it out")
+            return 0
+        check_vector("gain", gain, self.spec.hidden, (torch.float32,), device)
+        assert gain is not None
+        if gain.data_ptr() % 16:
+            raise wrong("gain", gain, "a start at a multiple of 16 bytes", "gain.clone()")
+        return gain.data_ptr()
+
     def _run_here(
         self,
         ids: torch.Tensor,
@@ -295,6 +325,7 @@ class EmbeddingPlan:
         sumsq: torch.Tensor,
         codes: torch.Tensor | None,
         site: DelayedScale | None,
+        gain: torch.Tensor | None,
     ) -> None:
         live = ids != PADDING
         outside = live & ((ids < 0) | (ids >= table.shape[0]))
@@ -311,6 +342,9 @@ class EmbeddingPlan:
         x[live] = table[ids[live].long()]
         sumsq.copy_(partial_sums(x))
         if codes is not None and site is not None:
-            codes.view(torch.uint8).zero_()
-            found, _ = site.quantize(x[live])
+            none = (
+                torch.zeros(codes.shape[1]) if gain is None else 0.0 * gain
+            )  # -0 where it is negative
+            codes.view(torch.uint8)[~live] = none.to(codes.dtype).view(torch.uint8)
+            found, _ = site.quantize(x[live] if gain is None else x[live].float() * gain)
             codes[live] = found

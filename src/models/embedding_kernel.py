@@ -7,7 +7,7 @@
 
     id → table row → 16 bytes twice → stored as they are
                                     → squares: left to right in a lane, then (0 + 1) + (2 + 3)
-                                    → times 1 / scale, cast: 8 bytes of codes twice
+                                    → [times gain,] times 1 / scale, cast: 8 bytes of codes twice
 
 Maxima and counts stay in registers until the end.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
+import torch
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from epicute.models.embedding import ARGUMENTS, PADDING, WARPS, EmbeddingSpec
@@ -31,6 +32,7 @@ from epicute.quant.dsl import (
     is_saturated,
     load_float,
     load_integer,
+    load_vectors,
     magnitude,
     multiply,
     pack_e4m3,
@@ -118,6 +120,10 @@ class Embedding(Launched):
         if spec.fp8:
             codes = self.row(arguments, "codes", row)
             for vector, lanes in halves:
+                if spec.gain:
+                    base = self.given(arguments, "gain")
+                    gains = load_vectors(base, vector, spec.hidden, spec.reach, torch.float32)
+                    lanes = [multiply(x, gain) for x, gain in zip(lanes, gains, strict=True)]
                 self._emit(codes, vector, lanes, live, inverse, seen)
 
     def _emit(

@@ -181,18 +181,23 @@ class Folder(Mapping[str, torch.Tensor]):
         found = self._open(self.files[name]).get_slice(name)
         return tuple(found.get_shape()), str(found.get_dtype())
 
-    def check(self, config: ModelConfig) -> None:
+    def check(self, config: ModelConfig, beside: Mapping[str, str] | None = None) -> None:
         """Raise unless the folder holds the tensors of ``config``, all of them and no others.
 
         A tied model may keep a copy of its embedding as the head; ``head`` compares the two.
 
+        Args:
+            config: the model.
+            beside: names of tensors that stand for the weight of a linear, or beside it → the linear; left unchecked.
+
         Raises:
             CheckpointError: names missing or unexpected, shapes or dtypes that are not the configuration's.
         """
+        beside = beside or {}
         wanted = tensors_of(config)
-        self._check_names(wanted, config)
+        self._check_names(wanted, config, beside)
         for name in self.files:
-            if name.endswith(DERIVED):
+            if name.endswith(DERIVED) or name in beside:
                 continue
             shape, dtype = self.header(name)
             right = wanted.get(name, wanted[EMBEDDING])  # only a tied head is not in wanted
@@ -209,17 +214,20 @@ class Folder(Mapping[str, torch.Tensor]):
                 f"{name}.dtype",
                 dtype,
                 f"one of {', '.join(DTYPES)}",
-                "use the checkpoint that was not quantised",
+                "check that config.json says how the checkpoint was quantised, or use one that was not",
                 CheckpointError,
             )
 
-    def _check_names(self, wanted: Mapping[str, Any], config: ModelConfig) -> None:
-        missing = [name for name in wanted if name not in self.files]
+    def _check_names(
+        self, wanted: Mapping[str, Any], config: ModelConfig, beside: Mapping[str, str]
+    ) -> None:
+        coded = {f"{linear}.weight" for linear in beside.values()}
+        missing = [name for name in wanted if name not in self.files and name not in coded]
         allowed = {HEAD} if config.tied else set()
         extra = [
             name
             for name in self.files
-            if name not in wanted and name not in allowed and not name.endswith(DERIVED)
+            if not (name in wanted or name in allowed or name in beside or name.endswith(DERIVED))
         ]
         fix = "check that configuration and weights are of one model"
         for names, what in ((missing, "missing"), (extra, "unexpected")):

@@ -17,8 +17,8 @@ from epicute.quant import SCALE_MAX
 
 __all__ = ["GPU_CACHES", "GPU_WEIGHTS", "TextStream", "device_for", "fp8_scales", "greedy"]
 
-GPU_WEIGHTS = ("bf16", "fp16", "fp8")
-GPU_CACHES = ("bf16", "fp16", "fp8")
+GPU_WEIGHTS = ("bf16", "fp16", "fp8", "int4")
+GPU_CACHES = ("bf16", "fp16", "fp8", "int4", "qk4pv8")
 """What a GPU runs of the weights and caches that ``Llama`` knows."""
 
 MARGIN = 1.5
@@ -66,16 +66,15 @@ def greedy(
         "one request that holds none",
         "allocate it with model.new_cache(1, length), or reset it",
     )
-    logits = model.prefill(list(ids), cache)
+    token = int(model.prefill(list(ids), cache)[0].argmax())
     for place in range(count):
-        token = int(logits[0].argmax())
         yield token
         if token in stops or place == count - 1:
             return
         if model.backend.decodes:
-            logits = model.decode([token], cache)
+            token = int(model.likeliest(model.decode([token], cache), cache)[0])
         else:
-            logits = model.prefill([token], cache)
+            token = int(model.prefill([token], cache)[0].argmax())
 
 
 def fp8_scales(model: Llama, ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

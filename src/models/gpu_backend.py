@@ -1,15 +1,21 @@
 """A model's layers on a GPU: the ``Backend`` of ``epicute.models.llama`` over the fused kernels.
 
-    ids ─► embedding ─► PrefillBlock × layers ─► final norm of the wanted rows ─► head
+    ids ─► embedding ─► PrefillBlock × layers ─► final norm of the wanted rows ─► head        prefill
+    ids ─► DecodeModel: embedding ─► DecodeBlock × layers ─► final norm ─► head               one token of each request
 
 All layers share one set of kernels, one workspace and two streams, which they write in turn. Delayed FP8 scales are of
-one request group; those of a first invocation are calibrated on it, layer by layer.
+one request group; those of a first invocation are calibrated on it, layer by layer. A step of one token multiplies
+16-bit activations, and neither sees nor changes them.
+
+INT4 weights are there once and serve both. Others are packed a second time for steps, when the first of these comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,13 +25,19 @@ from epicute.errors import UnsupportedError, require
 from epicute.kv.cache import KVCache
 from epicute.models.block_state import BlockScales, LayerCache, Stream, matrix, model_sites
 from epicute.models.config import ModelConfig
+from epicute.models.decode_mixed import MixedPrefill
+from epicute.models.decode_model import DecodeEnds, DecodeModel
+from epicute.models.decode_prefill import expanded_layers, expanding
+from epicute.models.decode_records import Int4Prefill
+from epicute.models.decode_weights import DecodeWeights, Given
 from epicute.models.embedding import plan_embedding
 from epicute.models.final_norm import plan_final_norm
 from epicute.models.folder import EMBEDDING, HEAD, NORM, layer_prefix
 from epicute.models.kernels import GPU, Kernels
-from epicute.models.layer_weights import LayerWeights
+from epicute.models.layer_weights import build_layers, gains_of
 from epicute.models.placement import resolve_device
 from epicute.models.prefill import PrefillBlock
+from epicute.models.reference_weights import check_given
 from epicute.models.requests import Requests
 from epicute.quant.calibration import calibrate
 from epicute.quant.group import DelayedGroup
@@ -59,6 +71,7 @@ class GpuBackend:
         cache: torch.dtype | None = None,
         page_size: int = 64,
         max_rows: int = 8192,
+        int4: Given | None = None,
         kernels: Kernels = GPU,
     ) -> None:
         """Fold, quantise and pack every layer, and plan the kernels that all of them share.
@@ -67,11 +80,12 @@ class GpuBackend:
             config: the model.
             tensors: the checkpoint by its Hugging Face names.
             device: where everything goes.
-            weights: "bf16", "fp16" or "fp8".
+            weights: "bf16", "fp16", "fp8" or "int4".
             scaling: of FP8 activations, "delayed" or "row".
             cache: dtype of the KV caches, the residual stream's by default, or float8_e4m3fn.
             page_size: tokens per page of the KV caches.
             max_rows: most tokens that run at once; memory for that many is allocated here.
+            int4: INT4 codes of some weights, or all, as of ``ReferenceBackend``.
             kernels: where to get a block's kernels from.
 
         Raises:
@@ -82,27 +96,34 @@ class GpuBackend:
             weights != "exact",
             "weights",
             repr(weights),
-            "'bf16', 'fp16' or 'fp8' on a GPU",
+            "'bf16', 'fp16', 'fp8' or 'int4' on a GPU",
             "pass device='cpu' for a forward pass without rounding",
             UnsupportedError,
         )
         dtype = torch.float16 if weights == "fp16" else torch.bfloat16
         self.config, self.device = config, resolve_device(device)
-        self.spec = config.block(weights, cache or dtype, scaling)
+        check_given(int4 or {}, weights, config)
+        coded = weights == "int4"
+        gains = "folded" if coded else gains_of(tensors, weights)
+        self.spec = config.block("bf16" if coded else weights, cache or dtype, scaling, gains)
         self.page_size = page_size
-        self._max_rows = max_rows
-        packed = [
-            LayerWeights.build(tensors, self.spec, layer_prefix(i), device=self.device)
+        self._max_rows, self._kernels = max_rows, kernels
+        self._coded = [
+            DecodeWeights.int4(
+                tensors, self.spec, prefix=layer_prefix(i), given=int4, device=self.device
+            )
             for i in range(config.layers)
+            if coded
         ]
-        first = PrefillBlock.plan(
-            packed[0],
-            config.inv_freq.to(self.device),
-            max_rows=max_rows,
-            page=page_size,
-            kernels=kernels,
+        packed: Any = expanded_layers(self._coded, self.spec)
+        if coded:
+            kernels = expanding(kernels, packed, max_rows)
+        else:
+            packed = build_layers(tensors, self.spec, config.layers, self.device)
+        inv_freq = config.inv_freq.to(self.device)
+        self.blocks = PrefillBlock.chain(
+            packed, inv_freq, max_rows=max_rows, page=page_size, kernels=kernels
         )
-        self.blocks = [first, *(first.with_weights(w) for w in packed[1:])]
         self.group: DelayedGroup | None = None
         self.scales: list[BlockScales] = []
         if self.spec.delayed:
@@ -116,6 +137,18 @@ class GpuBackend:
         self._entry_fits = self.group is None
         self._uncalibrated = set(range(len(self.scales)))
         self._plan_ends(tensors, kernels)
+        self._records: WeakKeyDictionary[KVCache, Int4Prefill | MixedPrefill] = WeakKeyDictionary()
+        self._steps = DecodeModel(self._streamed, inv_freq, self._step_ends, kernels=self._kernels)
+
+    def _streamed(self) -> list[DecodeWeights]:
+        """All layers as a step streams them."""
+        return self._coded or [DecodeWeights.of(block.weights) for block in self.blocks]
+
+    def _step_ends(self) -> DecodeEnds:
+        """What a step has before and behind its layers."""
+        spec = self.spec
+        head = DecodeEnds.pack_head(self._head.unpack())
+        return DecodeEnds(self._table, self._gain, spec.eps, spec.gain_offset, head, self.strays)
 
     def _plan_ends(self, tensors: Mapping[str, torch.Tensor], kernels: Kernels) -> None:
         """Embedding, final norm and head."""
@@ -125,8 +158,18 @@ class GpuBackend:
         if config.scaled_embedding:
             table = table * torch.tensor(hidden**0.5).to(self.device, spec.dtype)
         self._table = table.contiguous()
-        self._embed = plan_embedding(hidden, spec.dtype, fp8=spec.delayed, device=self.device)
-        self._rows = kernels.rows(hidden, spec.dtype, self.device) if spec.rowwise else None
+        gain = self.blocks[0].weights.x_gain  # None where it is in the weights
+        self._entry_gain = {} if gain is None else {"gain": gain}
+        self._embed = plan_embedding(
+            hidden,
+            spec.dtype,
+            fp8=spec.delayed,
+            gain=spec.delayed and gain is not None,
+            device=self.device,
+        )
+        self._rows = None
+        if spec.rowwise:
+            self._rows = kernels.rows(hidden, spec.dtype, self.device, gain is not None)
         self._gain = tensors[NORM].to(self.device, torch.float32, copy=True)
         self._norm = plan_final_norm(
             hidden,
@@ -140,7 +183,7 @@ class GpuBackend:
         order = store.row_order(config.vocabulary)
         self._head = Weight(head, HEAD).quantize(FORMATS[spec.dtype]).pack(order)
         # Few rows, as only the last token of each request is wanted.
-        self._project = kernels.projection(store, self._head, {"expected_m": 64})
+        self._project = self._kernels.projection(store, self._head, {"expected_m": 64})
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -156,16 +199,8 @@ class GpuBackend:
         """Refuse, before anything is changed, a cache that the kernels were not planned for.
 
         Raises:
-            ArgumentError: another dtype or page size. UnsupportedError: INT4 records.
+            ArgumentError: another dtype or page size.
         """
-        require(
-            cache.int4 is None,
-            "cache",
-            "one with INT4 records",
-            "a main copy of keys and values alone: no kernel here writes the records",
-            "allocate it with model.new_cache(…), dtype left out",
-            UnsupportedError,
-        )
         require(
             (cache.spec.dtype, cache.spec.page_size) == (self.spec.cache, self.page_size),
             "cache",
@@ -174,7 +209,23 @@ class GpuBackend:
             "allocate it with model.new_cache(…), dtype and page_size left out",
         )
 
-    decodes = False
+    decodes = True
+
+    def prepare(self, cache: KVCache, batch_invariant: bool | None = None) -> None:
+        """Plan and capture a step of this cache, see ``DecodeModel.prepare``."""
+        self._steps.prepare(cache, batch_invariant)
+
+    def decode(self, ids: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        """A step of one token a request: one graph's replay, but for the first of a cache; see ``Backend.decode``.
+
+        Raises:
+            UnsupportedError: more requests than a step serves, or a form that there are no kernels for. CompileError.
+        """
+        return self._steps.decode(ids, cache)
+
+    def likeliest(self, logits: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        """(requests,) int64, the likeliest tokens of the last step of this cache, which ``logits`` are of."""
+        return self._steps.likeliest(cache)
 
     def embed(self, ids: torch.Tensor) -> Stream:
         """The stream that enters the first layer, of token ids (M,) int64."""
@@ -182,7 +233,7 @@ class GpuBackend:
         if self.group is None:
             self._embed.run(ids, self._table, x.values, x.sumsq, self.strays)
             if self._rows is not None:
-                self._rows.run(x.values, x.codes, x.scale)
+                self._rows.run(x.values, x.codes, x.scale, **self._entry_gain)
             return x
         site = self.group["0.x"]
         written = (ids, self._table, x.values, x.sumsq)
@@ -190,25 +241,52 @@ class GpuBackend:
         if not self._entry_fits:
             calibrate(
                 (site,),
-                lambda: self._embed.run(*written, self._uncounted, x.codes, site),
+                lambda: self._embed.run(
+                    *written, self._uncounted, x.codes, site, **self._entry_gain
+                ),
                 site.roll,
                 most=1,
             )
             self._entry_fits = bool(site.history.any())  # not if no row was a token
-        self._embed.run(*written, self.strays, x.codes, site)
+        self._embed.run(*written, self.strays, x.codes, site, **self._entry_gain)
         return replace(x, scale=site.scale_used)
 
     def block(self, layer: int, x: Stream, requests: Requests, cache: KVCache) -> Stream:
         """One layer, on the current stream; places keys and values in ``cache``."""
-        block, cells = self.blocks[layer], self._cells(cache)[layer]
+        block = self.blocks[layer]
         scales = self.scales[layer] if self.scales else None
+        records = self._of_records(cache)
+        if records is None:
+            cells = self._cells(cache)[layer]
+        else:
+            requests, cells = records.layer(cache, layer, requests)
+            if isinstance(records, MixedPrefill):
+                block = replace(block, attention=records)
         out = self._streams[1 - layer % 2].first(x.rows)
         if scales is not None and layer in self._uncalibrated:
-            block.calibrate(x, requests, cells, out, scales)
-            if bool(scales.y.history.any()):  # some row was a token
+            with _uncounted(cache):
+                block.calibrate(x, requests, cells, out, scales)
+            if bool(scales.z.history.any()):  # some row was a token
                 self._uncalibrated.discard(layer)
         # ``embed`` has rolled all states at once.
-        return block.run(x, requests, cells, out, scales, roll=False)
+        found = block.run(x, requests, cells, out, scales, roll=False)
+        if isinstance(records, Int4Prefill):
+            records.store(cache, layer)
+        return found
+
+    def _of_records(self, cache: KVCache) -> Int4Prefill | MixedPrefill | None:
+        """What prefills of a cache with records do beside the layers; None without records."""
+        if cache.int4 is None and cache.qk4pv8 is None:
+            return None
+        found = self._records.get(cache)
+        if found is None:
+            self.check_cache(cache)
+            if cache.int4 is not None:
+                found = Int4Prefill(cache, self.spec, self._kernels)
+            else:
+                found = MixedPrefill(cache, self.spec, self._kernels, self._max_rows)
+            self._records[cache] = found
+        return found
 
     def logits(self, x: Stream, rows: torch.Tensor) -> torch.Tensor:
         """(R, vocabulary) float32 of the rows (R,) int64 of the last stream."""
@@ -221,17 +299,6 @@ class GpuBackend:
             self._project.run(y, self._head, out=out)
         return out
 
-    def decode(self, ids: torch.Tensor, cache: KVCache) -> torch.Tensor:
-        """A step of one token a request.
-
-        Raises:
-            UnsupportedError: always: the kernels of the decode step are not part of this backend.
-        """
-        raise UnsupportedError(
-            f"decode: got {ids.numel()} tokens on {self.device}, expected a CPU: no kernels of the decode step are "
-            "planned here. Fix: prefill one token of each request, which gives the same logits; or device='cpu'"
-        )
-
     def _cells(self, cache: KVCache) -> list[LayerCache]:
         """The cache as the layers take it, described once."""
         if cache not in self._caches:
@@ -239,3 +306,13 @@ class GpuBackend:
             found = [LayerCache.of_model(cache, i) for i in range(self.config.layers)]
             self._caches[cache] = found
         return self._caches[cache]
+
+
+@contextmanager
+def _uncounted(cache: KVCache) -> Iterator[None]:
+    """Within, what QK4PV8 records lose is not counted."""
+    counters = () if cache.qk4pv8 is None else cache.qk4pv8.counters
+    pairs = [(x, x.clone()) for one in counters for x in vars(one).values()]
+    yield
+    for x, before in pairs:
+        x.copy_(before)

@@ -6,22 +6,29 @@
     mlp.down_proj                                                                         → down
 
 Every shard is folded and quantised by itself, so that no output feature takes over another's scale.
+
+Codes of a checkpoint cannot take a gain in. With ``gains="operand"`` they stay as they are, and the gains stand beside
+them for whoever writes what they multiply: γ of post_attention_layernorm for ``o``, γ of the next layer's
+input_layernorm for ``down``, the first layer's for the embedding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from epicute.errors import ArgumentError, require
 from epicute.models.block_spec import PROJECTIONS, BlockSpec
+from epicute.models.folder import layer_prefix
 from epicute.models.gains import fold_gain
 from epicute.models.shapes import projections
 from epicute.weights import Packed, Quantized, Weight
+from epicute.weights.importers.fp8 import fp8_weight
 
-__all__ = ["LayerWeights"]
+__all__ = ["LayerWeights", "build_layers", "gains_of"]
 
 PARTS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -35,6 +42,8 @@ NORMS = {"qkv": "input_layernorm.weight", "gate_up": "post_attention_layernorm.w
 """The norm whose gain a projection reads its input with."""
 
 QK_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+
+VECTORS = ("bias", "q_gain", "k_gain", "x_gain", "x1_gain", "y_gain")
 
 DERIVED = ("self_attn.rotary_emb.inv_freq",)
 """Buffers of old checkpoints that follow from the configuration and are not read."""
@@ -52,6 +61,9 @@ class LayerWeights:
         qkv, o, gate_up, down: gains folded in, in the row orders of ``spec.compositions``.
         bias: (q_width + 2 * kv_width,) float32; None without.
         q_gain, k_gain: (head_dim,) float32, the spec's offset added; None without QK-norm.
+        x_gain, x1_gain: (hidden,) float32, offset added, of the norms that x and x₁ are read with: the FP8 codes of
+            either must have it in them. None where gains are folded in.
+        y_gain: the same of what leaves, the next layer's ``x_gain``; None behind the last.
     """
 
     spec: BlockSpec
@@ -62,6 +74,9 @@ class LayerWeights:
     bias: torch.Tensor | None = None
     q_gain: torch.Tensor | None = None
     k_gain: torch.Tensor | None = None
+    x_gain: torch.Tensor | None = None
+    x1_gain: torch.Tensor | None = None
+    y_gain: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         spec, sizes = self.spec, projections(self.spec.shape)
@@ -79,6 +94,10 @@ class LayerWeights:
         self._check_vector("bias", spec.bias, sizes["qkv"][0])
         for name in ("q_gain", "k_gain"):
             self._check_vector(name, spec.qk_norm, spec.shape.head_dim)
+        operand = spec.gains == "operand"
+        for name in ("x_gain", "x1_gain", "y_gain"):
+            wanted = operand and not (name == "y_gain" and spec.last)
+            self._check_vector(name, wanted, spec.shape.hidden)
 
     def _check_vector(self, name: str, wanted: bool, length: int) -> None:
         given: torch.Tensor | None = getattr(self, name)
@@ -101,17 +120,19 @@ class LayerWeights:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        vectors = (self.bias, self.q_gain, self.k_gain)
         packed = sum(getattr(self, name).nbytes for name in PROJECTIONS)
-        return packed + sum(x.nbytes for x in vectors if x is not None)
+        return packed + sum(x.nbytes for x in self._vectors.values())
+
+    @property
+    def _vectors(self) -> dict[str, torch.Tensor]:
+        found = {name: getattr(self, name) for name in VECTORS}
+        return {name: x for name, x in found.items() if x is not None}
 
     def to(self, device: torch.device | str) -> LayerWeights:
         """The same weights on ``device``."""
-        vectors = {n: getattr(self, n) for n in ("bias", "q_gain", "k_gain")}
-        moved = {n: getattr(self, n).to(device) for n in PROJECTIONS}
-        return replace(
-            self, **moved, **{n: x.to(device) for n, x in vectors.items() if x is not None}
-        )
+        moved: dict[str, Any] = {n: getattr(self, n).to(device) for n in PROJECTIONS}
+        moved |= {n: x.to(device) for n, x in self._vectors.items()}
+        return replace(self, **moved)
 
     @staticmethod
     def build(
@@ -122,6 +143,7 @@ class LayerWeights:
         device: torch.device | str | None = None,
         tied: Container[str] = (),
         copy: bool = False,
+        following: str | None = None,
     ) -> LayerWeights:
         """Fold, quantise and pack one layer of a checkpoint.
 
@@ -132,14 +154,23 @@ class LayerWeights:
             device: where to work and where the result is; by default where each tensor is.
             tied: full names of weights that serve elsewhere too.
             copy: fold gains into copies of tied and of FP8 weights; see ``fold_gain``.
+            following: prefix of the layer that reads what leaves, with ``gains="operand"``; None behind the last.
 
         A weight may be FP8 already, with ``<name>_scale`` beside it: one per tensor or one per output feature. Where no
-        gain is to be folded its codes are kept.
+        gain is to be folded its codes are kept, and with ``gains="operand"`` none is.
 
         Raises:
             ArgumentError: names that are missing, that the layer does not know, or with another shape or dtype; weights
                 ``fold_gain`` refuses; non-finite values.
         """
+        operand = spec.gains == "operand"
+        require(
+            (following is not None) == (operand and not spec.last),
+            "following",
+            repr(following),
+            "the next layer's prefix" if operand and not spec.last else "None",
+            "say it where gains are operands, of any layer but the last",
+        )
         reader = _Reader(state, spec, prefix, device, tied, copy)
         reader.check_names()
         sizes = projections(spec.shape)
@@ -154,7 +185,44 @@ class LayerWeights:
             bias=reader.bias() if spec.bias else None,
             q_gain=gains[0],
             k_gain=gains[1],
+            x_gain=reader.norm_gain(NORMS["qkv"]) if operand else None,
+            x1_gain=reader.norm_gain(NORMS["gate_up"]) if operand else None,
+            y_gain=None
+            if following is None
+            else replace(reader, prefix=following).norm_gain(NORMS["qkv"]),
         )
+
+
+def build_layers(
+    state: Mapping[str, torch.Tensor],
+    spec: BlockSpec,
+    layers: int,
+    device: torch.device | str | None = None,
+) -> list[LayerWeights]:
+    """All layers of a checkpoint, the last one with ``spec.last``; arguments, errors as of ``LayerWeights.build``."""
+    found = []
+    for index in range(layers):
+        last = spec.format == "fp8" and index == layers - 1  # else it would be the same layer
+        following = layer_prefix(index + 1) if spec.gains == "operand" and not last else None
+        found.append(
+            LayerWeights.build(
+                state,
+                replace(spec, last=last),
+                layer_prefix(index),
+                device=device,
+                following=following,
+            )
+        )
+    return found
+
+
+def gains_of(state: Mapping[str, torch.Tensor], format: str) -> str:
+    """Where the norms' gains of a checkpoint go, of weights in ``format``: ``BlockSpec.gains``.
+
+    Codes that the checkpoint has keep what they are, so that gains are operands. Names alone are looked at.
+    """
+    coded = format == "fp8" and any(name.endswith("_proj.weight_scale") for name in state)
+    return "operand" if coded else "folded"
 
 
 @dataclass(frozen=True)
@@ -226,7 +294,7 @@ class _Reader:
 
     def projection(self, name: str) -> Quantized:
         """A fused projection: its shards folded and quantised each by itself, then one below the other."""
-        norm = NORMS.get(name)
+        norm = NORMS.get(name) if self.spec.gains == "folded" else None
         gain = None if norm is None else self.vector(norm, self.spec.shape.hidden)
         shards = [
             self._shard(part, projections(self.spec.shape)[name][1], gain) for part in PARTS[name]
@@ -265,15 +333,7 @@ class _Reader:
         )
         if not scaled:
             return Weight(values, full, full in self.tied)
-        given = self.state[self.prefix + scale]
-        require(
-            tuple(given.shape) in ((), (1,), (rows,), (rows, 1)) and given.dtype in FLOATS,
-            f"{self.prefix}{scale}",
-            f"{tuple(given.shape)} {given.dtype}",
-            f"one float for the tensor, or ({rows},) or ({rows}, 1) for its output features",
-            "scales of blocks are not served: decode the checkpoint first",
-        )
-        return Quantized("fp8", values, given.to(values.device).float().reshape(-1), full)
+        return fp8_weight(values, self.state[self.prefix + scale], full)
 
     def bias(self) -> torch.Tensor:
         """The biases of q, k and v one after the other, in float32."""
@@ -282,7 +342,13 @@ class _Reader:
 
     def head_gain(self, name: str) -> torch.Tensor:
         """A head norm's gain with the offset, in float32 and memory of its own."""
-        gain = self.vector(name, self.spec.shape.head_dim)
+        return self._offset(self.vector(name, self.spec.shape.head_dim))
+
+    def norm_gain(self, name: str) -> torch.Tensor:
+        """The same of a norm over the hidden size."""
+        return self._offset(self.vector(name, self.spec.shape.hidden))
+
+    def _offset(self, gain: torch.Tensor) -> torch.Tensor:
         return gain.to(torch.float32, copy=True) + self.spec.gain_offset
 
 

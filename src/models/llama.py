@@ -19,11 +19,13 @@ import torch
 
 from epicute.errors import UnsupportedError, require
 from epicute.kv.cache import CacheSpec, KVCache
+from epicute.kv.qk4pv8_layers import QK4PV8Form
 from epicute.kv.transfer import to_device
 from epicute.models.config import ModelConfig
-from epicute.models.folder import Folder, tensors_of
+from epicute.models.folder import tensors_of
 from epicute.models.placement import resolve_device
 from epicute.models.requests import Requests
+from epicute.models.stored_model import StoredModel
 from epicute.models.token_ids import batches, is_id, prompts_of, step_of
 
 __all__ = ["Backend", "Llama"]
@@ -35,8 +37,9 @@ CACHES = {
     "fp16": torch.float16,
     "fp8": torch.float8_e4m3fn,
     "int4": None,
+    "qk4pv8": None,
 }
-"""Names of what a cache keeps, and its dtype; INT4 records are made of what the backend's own caches hold."""
+"""Names of what a cache keeps, and its dtype; records are made of what the backend's own caches hold."""
 
 
 class Backend(Protocol):
@@ -63,7 +66,7 @@ class Backend(Protocol):
 
     @property
     def decodes(self) -> bool:
-        """Whether it has ``decode``, and INT4 caches with it; else ``prefill`` of one token does the same, slower."""
+        """Whether it has ``decode``, and caches of records; else ``prefill`` of one token does the same, slower."""
 
     def embed(self, ids: torch.Tensor) -> Any:
         """The stream that enters the first layer, of token ids (M,) int64 on the device."""
@@ -92,6 +95,12 @@ class Backend(Protocol):
             UnsupportedError: there are no kernels for it.
         """
 
+    def prepare(self, cache: KVCache, batch_invariant: bool | None = None) -> None:
+        """Do now what the first ``decode`` of this cache would do beside its step; nothing where there is nothing."""
+
+    def likeliest(self, logits: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        """(requests,) int64 on the device: the largest of the ``logits`` of the last ``decode`` of ``cache``."""
+
 
 class Llama:
     """A model: its configuration, and a backend that holds its weights. Make it with ``from_folder``.
@@ -117,7 +126,7 @@ class Llama:
         path: str | Path,
         *,
         device: torch.device | str | None = None,
-        weights: str = "bf16",
+        weights: str | None = None,
         scaling: str = "delayed",
         **options: Any,
     ) -> Llama:
@@ -126,21 +135,25 @@ class Llama:
         Args:
             path: a folder with ``config.json`` and safetensors, in one file or sharded.
             device: a CUDA device or the CPU; by default the GPU where there is one. "cuda" is the GPU that is current.
-            weights: "bf16", "fp16" or "fp8"; on a CPU also "int4", and "exact", which rounds nothing.
+            weights: "bf16", "fp16", "fp8" or "int4"; on a CPU also "exact", which rounds nothing. None: as they are
+                stored: "fp8" and "int4" with the codes of a checkpoint that was quantised so, else "bf16". Codes are
+                decoded for any other form.
             scaling: of activations beside FP8 weights, "delayed" per tensor or "row".
-            options: ``cache``, ``page_size`` and ``max_rows`` of ``GpuBackend``, or ``int4`` and ``resident`` of
-                ``ReferenceBackend``.
+            options: ``cache``, ``page_size``, ``max_rows`` and ``int4`` of ``GpuBackend``, or ``int4``, ``resident``,
+                ``attention`` and ``as_decoded`` of ``ReferenceBackend``.
 
         Raises:
             ConfigError, CheckpointError: files that are missing, broken or do not belong together.
             UnsupportedError: what no block carries, by the name of its key; "exact" on a GPU.
             ArgumentError: an unknown format, scaling or option; non-finite weights.
         """
-        config, folder = ModelConfig.from_folder(path), Folder(path)
-        folder.check(config)
-        folder.head(config)
+        config = ModelConfig.from_folder(path)
+        stored = StoredModel.open(path, config)
+        form = weights or stored.form
+        if form == stored.form == "int4":
+            options = {"int4": stored.int4, **options}
         return Llama.from_tensors(
-            config, folder, device=device, weights=weights, scaling=scaling, **options
+            config, stored.tensors(form), device=device, weights=form, scaling=scaling, **options
         )
 
     @staticmethod
@@ -176,7 +189,7 @@ class Llama:
         max_length: int,
         *,
         pages: int | None = None,
-        dtype: torch.dtype | str | None = None,
+        dtype: torch.dtype | str | QK4PV8Form | None = None,
         page_size: int | None = None,
         layout: str = "NHD",
         scales: tuple[object, object] | None = None,
@@ -190,7 +203,9 @@ class Llama:
             max_length: tokens of the longest.
             pages: of a shared pool; None: room for ``max_length`` tokens of each request.
             dtype: bfloat16, float16 or float8_e4m3fn, on a CPU float32; or "bf16", "fp16", "fp8"; or "int4", records
-                of nibbles (FuTransformer 3.3.2), heads of a multiple of 64; by default what the backend is made for.
+                of nibbles (FuTransformer 3.3.2), heads of a multiple of 64; or a ``QK4PV8Form``, "qk4pv8" for the
+                default one: NVFP4 keys and FP8 values (MpFA 4), heads of 64 or 128; by default what the backend is
+                made for.
             page_size: tokens per page; by default what the backend is made for.
             layout: "NHD" or "HND".
             scales: FP8: K's and V's, see ``KVCache``.
@@ -198,10 +213,13 @@ class Llama:
             rotated: INT4: rotate rows over their heads before they are quantised (3.3.3).
 
         Raises:
-            UnsupportedError: INT4 on a GPU, whose kernels do not read it yet.
+            UnsupportedError: INT4 or QK4PV8 on a GPU, whose kernels do not read them yet.
             ArgumentError: another dtype; sizes or scales that make no sense; ``mirror`` or ``rotated`` without INT4.
         """
         int4 = dtype == "int4"
+        form = QK4PV8Form() if dtype == "qk4pv8" else None
+        if isinstance(dtype, QK4PV8Form):
+            form, dtype = dtype, "qk4pv8"
         if isinstance(dtype, str):
             require(dtype in CACHES, "dtype", repr(dtype), f"one of {tuple(CACHES)}", "name one")
             dtype = CACHES[dtype]
@@ -214,9 +232,9 @@ class Llama:
                 f"pass dtype='int4', or leave {name} out",
             )
         require(
-            not int4 or self.backend.decodes,
+            not (int4 or form) or self.backend.decodes,
             "dtype",
-            "'int4'",
+            "'int4'" if int4 else f"{form}",
             "a cache that prefill reads, as no kernel here decodes",
             "leave dtype out, or run the model on the CPU",
             UnsupportedError,
@@ -231,6 +249,8 @@ class Llama:
             layout,
             ("mirror" if mirror else "only") if int4 else None,
             rotated,
+            form,
+            shape.heads if form else None,
         )
         if pages is None:
             return KVCache.dense(spec, requests, max_length, scales=scales, device=self.device)
@@ -262,7 +282,9 @@ class Llama:
 
         Raises:
             ArgumentError: an empty prompt, ids outside of the vocabulary, or a cache that is not this model's.
-            CapacityError: the cache has no room; nothing was changed.
+            CapacityError: the cache has no room.
+
+        Whatever is raised, the cache holds the tokens, and owns the pages, that it did before.
         """
         require(
             logits in WANTED, "logits", repr(logits), f"one of {WANTED}", "say what is to be given"
@@ -285,17 +307,21 @@ class Llama:
         )
         counts = [len(prompt) for prompt in prompts]
         owners = list(range(len(prompts))) if rows is None else list(rows)
-        cache.reserve(counts, owners)
         found: list[list[torch.Tensor]] = [[] for _ in prompts]
         limit = min(n for n in (sum(counts), chunk, self.backend.max_rows) if n is not None)
-        for batch in batches(counts, limit):
-            parts = [prompts[i][start:end] for i, start, end in batch]
-            ends = [end == counts[i] for i, _, end in batch]
-            given = self._run(
-                parts, cache, [owners[i] for i, _, _ in batch], None if logits == "all" else ends
-            )
-            for (i, _, _), part in zip(batch, given, strict=True):
-                found[i].append(part)
+        mark = cache.mark()
+        cache.reserve(counts, owners)
+        try:
+            for batch in batches(counts, limit):
+                parts = [prompts[i][start:end] for i, start, end in batch]
+                ends = [end == counts[i] for i, _, end in batch]
+                marked = None if logits == "all" else ends
+                given = self._run(parts, cache, [owners[i] for i, _, _ in batch], marked)
+                for (i, _, _), part in zip(batch, given, strict=True):
+                    found[i].append(part)
+        except BaseException:
+            cache.roll_back(mark)
+            raise
         return torch.cat([part for parts in found for part in parts])
 
     @torch.no_grad()
@@ -325,6 +351,26 @@ class Llama:
         except BaseException:
             cache.cancel_step()
             raise
+
+    def prepare(self, cache: KVCache, *, batch_invariant: bool | None = None) -> None:
+        """Plan, compile and capture what ``decode`` of this cache needs, so that its first step is as fast as any.
+
+        Args:
+            cache: of this model.
+            batch_invariant: whether a request's logits have the same bits whatever else is in the batch; costs a few
+                per cent for few requests. None: as its steps are, at first False.
+
+        Raises:
+            ArgumentError: a cache that is not this model's.
+            UnsupportedError: what there are no kernels for. CompileError.
+        """
+        self._check_cache(cache)
+        if self.backend.decodes:
+            self.backend.prepare(cache, batch_invariant)
+
+    def likeliest(self, logits: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        """(B,) int64 on the device: each request's likeliest next token, of the logits that ``decode`` just gave."""
+        return self.backend.likeliest(logits, cache)
 
     def _run(
         self,
@@ -392,7 +438,7 @@ def _backend(
     if device.type == "cpu":
         from epicute.models.reference_backend import ReferenceBackend
 
-        known = {"weights", "scaling", "int4", "resident"}
+        known = {"weights", "scaling", "int4", "resident", "attention", "as_decoded"}
         unknown = sorted(set(options) - known)
         require(not unknown, "options", unknown, f"{sorted(known)} on a CPU", "leave them out")
         return ReferenceBackend(config, tensors, **options)

@@ -16,6 +16,7 @@ cost a launch for each of the four activations.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,14 +41,14 @@ class PrefillBlock:
     """A planned layer. Make it with ``plan``, or from another layer's with ``with_weights``.
 
     Attributes:
-        weights: on the device.
+        weights: on the device; ``weights.spec`` says whether it is a model's last layer.
         inv_freq: (rotary_dim / 2,) float32, rotary frequencies with whatever scaling the model has.
         packed: whether requests come row after row, or padded to one length.
         page: tokens of a cache page; None for a dense cache.
         workspace: scratch memory; it bounds the rows of an invocation.
         projections: what runs ``qkv``, ``o``, ``gate_up`` and ``down``.
         attention: what runs attention.
-        rows: what quantises rows of a width, by width; empty without row-wise scales.
+        rows: what quantises rows, by their width and whether a norm's gain goes in; empty without row-wise scales.
         kernels: where they are from.
     """
 
@@ -58,7 +59,7 @@ class PrefillBlock:
     workspace: Workspace
     projections: dict[str, Projection]
     attention: Any
-    rows: dict[int, Any]
+    rows: dict[tuple[int, bool], Any]
     kernels: Kernels = GPU
 
     @staticmethod
@@ -119,12 +120,46 @@ class PrefillBlock:
             )
             for name in PROJECTIONS
         }
-        shape = spec.shape
-        widths = {shape.hidden, shape.q_width, shape.intermediate} if spec.rowwise else set()
-        quantisers = {k: kernels.rows(k, spec.dtype, device) for k in sorted(widths)}
+        shape, gained = spec.shape, spec.gains == "operand"
+        kinds = {(shape.hidden, gained), (shape.q_width, False), (shape.intermediate, False)}
+        quantisers = {
+            (width, gain): kernels.rows(width, spec.dtype, device, gain)
+            for width, gain in sorted(kinds)
+            if spec.rowwise
+        }
         return PrefillBlock(
             weights, inv_freq, packed, page, workspace, found, attention, quantisers, kernels
         )
+
+    @staticmethod
+    def chain(
+        layers: Sequence[LayerWeights],
+        inv_freq: torch.Tensor,
+        *,
+        workspace: Workspace | None = None,
+        **options: Any,
+    ) -> list[PrefillBlock]:
+        """The blocks of a model, first to last: one set of kernels, but for what the last layer has of its own, and one
+        scratch memory.
+
+        Args:
+            layers: weights of all of them, those of the last alone with ``spec.last``.
+            inv_freq, workspace: as of ``plan``.
+            options: the others of ``plan``.
+
+        Raises:
+            ArgumentError: no layers, or layers of different specs or devices; as ``plan``.
+        """
+        require(len(layers) > 0, "layers", "none", "one at least", "pass the weights of a model")
+        found: list[PrefillBlock] = []
+        for weights in layers:
+            before = found[-1] if found else None
+            if before is None or weights.spec == replace(before.spec, last=True):
+                shared = workspace if before is None else before.workspace
+                found.append(PrefillBlock.plan(weights, inv_freq, workspace=shared, **options))
+            else:
+                found.append(before.with_weights(weights))
+        return found
 
     def with_weights(self, weights: LayerWeights) -> PrefillBlock:
         """The same kernels and memory with another layer's weights.
@@ -169,7 +204,8 @@ class PrefillBlock:
                 its blocks' at the start leaves it out here.
 
         Returns:
-            ``out`` with the scale its codes were written with. Rows that are no token are 0.
+            ``out`` with the scale its codes were written with; of a model's last layer without codes. Rows that are no
+            token are 0.
 
         Raises:
             ArgumentError: before the first launch, where an argument is not what was planned; with ``roll``, codes of
@@ -182,28 +218,33 @@ class PrefillBlock:
                 "x.scale: got that of a state which this call rolls, expected the scale x was written with. "
                 "Fix: give each layer states of its own, or roll them before x is written and pass roll=False"
             )
+        at_attention = at_x1 = at_z = at_y = None
+        if scales is not None:
+            at_attention, at_x1, at_z, at_y = scales.attention, scales.x1, scales.z, scales.y
         if x.rows == 0:
-            return out if scales is None else replace(out, scale=scales.y.scale_used)
+            return self._left(out, at_y)
         if scales is not None and roll:
             self.kernels.roll(scales)
         work = self.workspace
         q, attended, z = (t[: x.rows] for t in (work.q, work.attended, work.z))
-        sites: tuple[DelayedScale | None, ...] = scales.sites if scales else (None,) * 4
-        at_attention, at_x1, at_z, at_y = sites
+        weights = self.weights
         stored = {"out": out.values, "sumsq_out": out.sumsq}
 
-        self._project("qkv", _read(x), self._qkv_operands(x, requests, cache, q))
+        self._project("qkv", _read(x, x.scale), self._qkv_operands(x, requests, cache, q))
         self._attend(q, attended, requests, cache, at_attention)
         operands = {"residual": x.values, "slots": requests.slots, **stored}
         read = self._quantized("attended", attended, at_attention)
-        self._project("o", read, operands | _emitted(out.codes, at_x1))
-        x1 = self._finished(out, at_x1)
+        self._project("o", read, operands | _emitted(out.codes, at_x1, weights.x1_gain))
+        self._code_rows(out, weights.x1_gain)
         made = _emitted(z, at_z) or {"out": z}
-        self._project("gate_up", _read(x1), {"sumsq": x1.sumsq, **made})
-        operands = {"residual": x1.values, **stored}
+        scale = out.scale if at_x1 is None else at_x1.scale_used
+        self._project("gate_up", _read(out, scale), {"sumsq": out.sumsq, **made})
+        operands = {"residual": out.values, **stored}
         read = self._quantized("z", z, at_z)
-        self._project("down", read, operands | _emitted(out.codes, at_y))
-        return self._finished(out, at_y)
+        self._project("down", read, operands | _emitted(out.codes, at_y, weights.y_gain))
+        if not self.spec.last:
+            self._code_rows(out, weights.y_gain)
+        return self._left(out, at_y)
 
     def calibrate(
         self,
@@ -307,16 +348,21 @@ class PrefillBlock:
         codes, scale = (
             getattr(self.workspace, f"{name}_{part}")[: x.shape[0]] for part in ("codes", "scale")
         )
-        self.rows[x.shape[1]].run(x, codes, scale)
+        self.rows[x.shape[1], False].run(x, codes, scale)
         return codes, scale
 
-    def _finished(self, out: Stream, site: DelayedScale | None) -> Stream:
-        """What a projection has written to ``out``, with the scale of its codes."""
+    def _code_rows(self, out: Stream, gain: torch.Tensor | None) -> None:
+        """With row-wise scales: codes of the values that a projection has written."""
         if self.spec.rowwise:
-            assert out.codes is not None
-            assert out.scale is not None
-            self.rows[self.spec.shape.hidden].run(out.values, out.codes, out.scale)
-        return out if site is None else replace(out, scale=site.scale_used)
+            given = {} if gain is None else {"gain": gain}
+            quantiser = self.rows[self.spec.shape.hidden, gain is not None]
+            quantiser.run(out.values, out.codes, out.scale, **given)
+
+    def _left(self, out: Stream, site: DelayedScale | None) -> Stream:
+        """What a layer gives in ``out``: no codes where nobody has written any."""
+        if self.spec.last:
+            return Stream(out.values, out.sumsq)
+        return out if site is None else Stream(out.values, out.sumsq, out.codes, site.scale_used)
 
     # --- checks ---
 
@@ -365,6 +411,12 @@ class PrefillBlock:
                 f"{'BlockScales' if spec.delayed else 'None'} for {spec.scaling} scales of "
                 f"{spec.format}. Fix: keep one BlockScales.create(device) per layer and request group"
             )
+        if scales is not None and (scales.y is None) != spec.last:
+            raise ArgumentError(
+                f"scales: got {'no ' * (scales.y is None)}state of what leaves, expected "
+                f"{'none of' if spec.last else 'one of'} {'the' if spec.last else 'all layers but the'} "
+                "last layer. Fix: BlockScales.create(device, last=spec.last), or BlockScales.of(group, layer)"
+            )
 
     def __str__(self) -> str:
         kind = "packed" if self.packed else "padded"
@@ -390,17 +442,20 @@ Read = tuple[torch.Tensor, torch.Tensor | None]
 """What a projection multiplies, and its scale where it is FP8."""
 
 
-def _read(x: Stream) -> Read:
-    """The stream in the form that a projection multiplies."""
-    return (x.values, None) if x.codes is None else (x.codes, x.scale)
+def _read(x: Stream, scale: torch.Tensor | None) -> Read:
+    """The stream in the form that a projection multiplies; ``scale``: of its codes."""
+    return (x.values, None) if x.codes is None else (x.codes, scale)
 
 
-def _emitted(codes: torch.Tensor | None, site: DelayedScale | None) -> dict[str, torch.Tensor]:
-    """``EmitFP8``'s operands; none where it is not in the compositions."""
+def _emitted(
+    codes: torch.Tensor | None, site: DelayedScale | None, gain: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """The operands of ``EmitFP8``, and of ``Gain`` before it; none where it is not in the compositions."""
     if site is None:
         return {}
     assert codes is not None
-    return {"out_fp8": codes, **_delayed(site)}
+    found = {"out_fp8": codes, **_delayed(site)}
+    return found if gain is None else {"gain": gain, **found}
 
 
 def _delayed(site: DelayedScale) -> dict[str, torch.Tensor]:

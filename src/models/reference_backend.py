@@ -15,18 +15,20 @@ INT4 records are read as attention kernels do: dequantised, in the rotated space
 which outputs are turned back. ``decode`` reads nothing else, its own row included. A prefill whose records are all
 there is has the rows of its own call as they were before, and earlier ones from the records; beside a main copy it
 reads that.
+
+QK4PV8 records are written first and then read, by prefill and ``decode`` alike, and multiplied as their kernels do
+(``models.reference_attention``); so is an FP8 cache in a prefill with ``attention="fp8/fp8"``.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from epicute.attention.reference import Options, attend, attend_batch
+from epicute.attention.reference import attend
 from epicute.epilogues.reference import place_kv, store
 from epicute.errors import require
 from epicute.gemm.reference import (
@@ -39,11 +41,21 @@ from epicute.gemm.reference import (
     qkv_projection,
     rms_norm,
 )
-from epicute.kv import slots_for, split_slot
+from epicute.kv import split_slot
 from epicute.kv.cache import KVCache
 from epicute.models.block_state import BlockScales
 from epicute.models.config import ModelConfig
 from epicute.models.folder import EMBEDDING, HEAD, NORM
+from epicute.models.reference_attention import attend_mixed, multiplied_queries
+from epicute.models.reference_records import (
+    read_cells,
+    read_int4,
+    read_qk4pv8,
+    slots_of,
+    spans,
+    table_of,
+    write_qk4pv8,
+)
 from epicute.models.reference_weights import (
     FORMATS,
     Given,
@@ -55,6 +67,7 @@ from epicute.models.requests import Requests
 from epicute.quant import DelayedScale, quantize_rows
 from epicute.quant.calibration import calibrate
 from epicute.quant.hadamard import hadamard
+from epicute.quant.smoothing import Calibration
 
 __all__ = ["FORMATS", "ReferenceBackend"]
 
@@ -63,6 +76,12 @@ RESIDENT = 4 << 30
 
 HEAD_ROWS = 16384
 """Rows of the head that are in float64 at a time."""
+
+LONG = 1024
+"""Tokens of a prompt from which on its logits are not held in memory, where there is another way."""
+
+ATTENTION = ("bf16/bf16", "fp8/fp8")
+"""Precision in which a prefill multiplies the rows of an FP8 cache: keys / probabilities and values."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +103,7 @@ class ReferenceBackend:
         dtype: of the residual stream.
         scales: FP8 with delayed scaling: the state of each layer's sites; else empty.
         entry: the state of what enters the first layer.
+        observed: where given, what sees queries and keys of all tokens, as they are stored.
     """
 
     def __init__(
@@ -95,6 +115,8 @@ class ReferenceBackend:
         *,
         int4: Given | None = None,
         resident: bool | None = None,
+        attention: str = "bf16/bf16",
+        as_decoded: bool = False,
     ) -> None:
         """Take a checkpoint's layers, folded and quantised.
 
@@ -125,19 +147,29 @@ class ReferenceBackend:
             "'delayed' or 'row'",
             "name the granularity of activation scales",
         )
+        require(
+            attention in ATTENTION,
+            "attention",
+            repr(attention),
+            f"one of {ATTENTION}",
+            "name how the rows of an FP8 cache are multiplied",
+        )
         self.config, self.weights, self.scaling = config, weights, scaling
+        self.attention, self.as_decoded = attention, as_decoded
+        self.observed: Calibration | None = None
         self.dtype = FORMATS[weights]
         table = config.vocabulary * config.shape.hidden
         size = 8 * (config.layers * config.shape.weights + table)
         self._resident = size <= RESIDENT if resident is None else resident
         given = int4 or {}
-        check_given(given, weights, tensors, config.layers)
+        check_given(given, weights, config)
         self._layers = [
             read_layer(config, tensors, index, weights, given, self._resident)
             for index in range(config.layers)
         ]
         delayed = weights == "fp8" and scaling == "delayed"
-        self.scales = [BlockScales.create() for _ in range(config.layers)] if delayed else []
+        lasts = [index == config.layers - 1 for index in range(config.layers)]
+        self.scales = [BlockScales.create(last=last) for last in lasts] if delayed else []
         self.entry = DelayedScale.create()
         self._calibrated: set[int] = set()
         self._inv_freq = config.inv_freq
@@ -164,11 +196,11 @@ class ReferenceBackend:
         """What the first block reads, of token ids (M,); starts an invocation."""
         for site in (self.entry, *(s for block in self.scales for s in block.sites)):
             site.roll()
-        return self._written(self._embedded(ids), self.entry)
+        return self._written(self._embedded(ids), self.entry, gain=self._layers[0].gains.get("qkv"))
 
     def block(self, layer: int, x: _Stream, requests: Requests, cache: KVCache) -> _Stream:
         """One layer; writes the keys and values of the rows that have a slot into ``cache``."""
-        return self._block(layer, x, requests, cache, step=False)
+        return self._block(layer, x, requests, cache, step=self.as_decoded)
 
     def decode(self, ids: Tensor, cache: KVCache) -> Tensor:
         """One token of each request, between ``cache.reserve_step`` and ``cache.end_step``, which it calls."""
@@ -188,6 +220,13 @@ class ReferenceBackend:
         logits = self.logits(x, torch.arange(len(ids)))
         cache.end_step()
         return logits
+
+    def prepare(self, cache: KVCache, batch_invariant: bool | None = None) -> None:
+        """Nothing: a first step is like any."""
+
+    def likeliest(self, logits: Tensor, cache: KVCache) -> Tensor:
+        """(requests,) int64, the largest of each row; the first of equals."""
+        return logits.argmax(dim=1)
 
     def logits(self, x: _Stream, rows: Tensor) -> Tensor:
         """(R, vocabulary) float32 of the rows (R,) of what the last block gave: final norm and head."""
@@ -230,21 +269,26 @@ class ReferenceBackend:
             held.q_gain,
             held.k_gain,
         )
+        q = store(heads["q"], self.dtype).unflatten(1, (-1, shape.head_dim))
         rows = _place(cache, layer, heads["k"], heads["v"], requests.slots)
-        q = store(heads["q"], self.dtype)
-        if cache.int4 is None or (cache.spec.int4 == "mirror" and not step):
-            attended = self._attend(q, layer, requests, cache)
-        else:
-            attended = self._attend_records(q, None if step else rows, layer, requests, cache)
+        if self.observed is not None:
+            single = q.to(torch.float32), rows[0].to(torch.float32)
+            self.observed.observe(layer, single[0], single[1], keep[:, 0])
+        if cache.qk4pv8 is not None:
+            write_qk4pv8(cache, layer, q, *rows, requests)
+        attended = self._attended(q, rows, layer, requests, cache, step).flatten(1)
         attended = torch.where(keep, attended, 0.0)
         linear = self._linear("o", held, self._activation(attended, sites[0], step))
         x1 = output_projection(linear, x.values, self.dtype)["h"]
-        stream = self._written(torch.where(keep, x1, 0.0), sites[1], step)
+        x1 = torch.where(keep, x1, 0.0)
+        stream = self._written(x1, sites[1], step, held.gains.get("gate_up"))
         linear, sumsq = self._normed("gate_up", held, stream)
         z = gate_up_projection(linear, sumsq, config.eps)["z"]
         linear = self._linear("down", held, self._activation(z, sites[2], step))
         y = down_projection(linear, stream.values, self.dtype)["h"]
-        return self._written(y, sites[3], step)
+        if layer == self.config.layers - 1:  # the final norm reads what is stored
+            return _Stream(store(y, self.dtype))
+        return self._written(y, sites[3], step, self._layers[layer + 1].gains.get("qkv"))
 
     def _sites(self, layer: int) -> Sequence[DelayedScale | None]:
         """The states of attention's output, x₁, z and y; none without delayed scaling."""
@@ -260,7 +304,7 @@ class ReferenceBackend:
 
     def _normed(self, name: str, held: ReferenceLayer, x: _Stream) -> tuple[Linear, Tensor | None]:
         """The product with a normalised activation, and the sums for its row factor where that stands behind it."""
-        if name not in held.gains:
+        if name not in held.gains or x.codes is not None:  # codes have it in them
             return self._linear(name, held, x), partials(x.values)
         if self.weights == "exact":
             normed = rms_norm(x.values, held.gains[name], self.config.eps)
@@ -274,54 +318,87 @@ class ReferenceBackend:
             positions, self._inv_freq, rope.head_dim, rope.rotary_dim, magnitude=rope.magnitude
         )
 
-    def _attend(self, q: Tensor, layer: int, requests: Requests, cache: KVCache) -> Tensor:
-        """(M, q_width) float64; NaN in rows of no request."""
-        packed = requests.starts is not None
-        shape = (-1,) if packed else (requests.count, -1)
-        heads = q.reshape(*shape, self.config.shape.heads, self.config.shape.head_dim)
-        where = {"q_starts": requests.starts} if packed else {"q_lengths": requests.lengths}
-        out, _ = attend_batch(
-            Options(window=self.config.window, page=cache.spec.page_size, packed=packed),
-            heads,
-            **cache.attention(layer),
-            **where,
-            kv_lengths=requests.kv_lengths,
-            page_table=requests.page_table,
-        )
-        return out.reshape(q.shape)
+    def _attended(
+        self,
+        q: Tensor,
+        rows: tuple[Tensor, Tensor],
+        layer: int,
+        requests: Requests,
+        cache: KVCache,
+        step: bool,
+    ) -> Tensor:
+        """(M, heads, head_dim) float64 of queries like it; NaN in rows of no request.
 
-    def _attend_records(
+        ``rows``: keys and values (M, kv_heads, head_dim) of the same tokens, before they were written.
+        """
+        found = torch.full_like(q, torch.nan)
+        for request, (mine, total) in enumerate(spans(requests)):
+            slots, some = slots_of(cache, requests, request, total), q[mine]
+            if cache.qk4pv8 is not None:
+                owner = int(cache.owners(table_of(requests))[request])
+                found[mine] = self._over_qk4pv8(some, layer, cache, slots, owner, step)
+            elif cache.int4 is not None and (step or cache.spec.int4 == "only"):
+                own = None if step else (rows[0][mine], rows[1][mine])
+                found[mine] = self._over_int4(some, own, layer, cache, slots)
+            else:
+                found[mine] = self._over_main(some, layer, cache, slots, step)
+        return found
+
+    def _over_main(
+        self, q: Tensor, layer: int, cache: KVCache, slots: Tensor, step: bool
+    ) -> Tensor:
+        """One request's queries over the main copy at ``slots``."""
+        k, v = read_cells(cache, layer, slots)
+        if cache.k_scale is None or step or self.attention == "bf16/bf16":
+            return self._plain(q, k, v)
+        dim, window = self.config.shape.head_dim, self.config.window
+        q = multiplied_queries(q.to(torch.float32), wide=False)
+        return attend_mixed(q, k, v, scale=dim**-0.5, window=window)
+
+    def _over_int4(
         self,
         q: Tensor,
         own: tuple[Tensor, Tensor] | None,
         layer: int,
-        requests: Requests,
         cache: KVCache,
+        slots: Tensor,
     ) -> Tensor:
-        """(M, q_width) float64 over INT4 records; NaN in rows of no request.
+        """One request's queries over INT4 records; ``own``: what stands in for the records of the last tokens."""
+        dim, format = self.config.shape.head_dim, cache.int4.format  # type: ignore[union-attr]
+        turn = hadamard(dim, format.width) if format.width else torch.eye(dim, dtype=torch.float64)
+        k, v = read_int4(cache, layer, slots if own is None else slots[: len(slots) - len(q)])
+        if own is not None:
+            k, v = torch.cat([k, own[0] @ turn]), torch.cat([v, own[1] @ turn])
+        return self._plain(q @ turn, k, v) @ turn
 
-        ``own``: keys and values (M, kv_heads, head_dim) that stand in for the records of the same tokens.
+    def _over_qk4pv8(
+        self, q: Tensor, layer: int, cache: KVCache, slots: Tensor, owner: int, step: bool
+    ) -> Tensor:
+        """One request's queries over QK4PV8 records; keys are multiplied exactly in a step."""
+        q, k, v, delta = read_qk4pv8(cache, layer, q, slots, owner, exact=step)
+        dim, window = self.config.shape.head_dim, self.config.window
+        return attend_mixed(q, k, v, delta, scale=dim**-0.5, window=window)
+
+    def _plain(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(Sq, heads, D) float64 attention of one request."""
+        whole = LONG <= len(k) == len(q) and self.config.window is None
+        if whole and bool(k.isfinite().all() and v.isfinite().all()):
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=True
+            )
+            return out[0].transpose(0, 1)
+        return attend(q, k, v, window=self.config.window)[0]
+
+    def _written(
+        self, x: Tensor, site: DelayedScale | None, step: bool = False, gain: Tensor | None = None
+    ) -> _Stream:
+        """The residual stream as stored; its codes are those of the stored values, times the gain that their reader's
+        weights do not have in them.
         """
-        shape, format = self.config.shape, cache.int4.format  # type: ignore[union-attr]
-        turn = torch.eye(shape.head_dim, dtype=torch.float64)
-        if format.width:
-            turn = hadamard(shape.head_dim, format.width)
-        queries = q.unflatten(1, (-1, shape.head_dim)) @ turn
-        found = torch.full_like(queries, torch.nan)
-        for request, (rows, total) in enumerate(_spans(requests)):
-            known = total if own is None else total - (rows.stop - rows.start)
-            k, v = _records(cache, layer, requests, request, known)
-            if own is not None:
-                k = torch.cat([k, own[0][rows] @ turn])
-                v = torch.cat([v, own[1][rows] @ turn])
-            out, _ = attend(queries[rows], k, v, window=self.config.window)
-            found[rows] = out @ turn
-        return found.flatten(1)
-
-    def _written(self, x: Tensor, site: DelayedScale | None, step: bool = False) -> _Stream:
-        """The residual stream as stored; its codes are those of the stored values."""
         values = store(x, self.dtype)
-        return self._coded(values, values, site, step)
+        read = values if gain is None else values.to(torch.float32) * gain
+        return self._coded(values, read, site, step)
 
     def _activation(self, x: Tensor, site: DelayedScale | None, step: bool) -> _Stream:
         """An activation that one projection reads; delayed scaling codes it before it is rounded to 16 bits."""
@@ -343,50 +420,14 @@ class ReferenceBackend:
         return _Stream(values, *site.quantize(single))
 
 
-def _spans(requests: Requests) -> Iterator[tuple[slice, int]]:
-    """Each request's rows, and the keys that it has with them."""
-    totals = requests.kv_lengths.tolist()
-    if requests.starts is not None:
-        ends = requests.starts.tolist()
-        spans = [slice(a, b) for a, b in itertools.pairwise(ends)]
-    else:
-        assert requests.lengths is not None
-        width = requests.rows // requests.count
-        spans = [slice(b * width, b * width + n) for b, n in enumerate(requests.lengths.tolist())]
-    yield from zip(spans, totals, strict=True)
-
-
-def _records(
-    cache: KVCache, layer: int, requests: Requests, request: int, count: int
-) -> tuple[Tensor, Tensor]:
-    """(count, kv_heads, head_dim) float64 keys and values of a request's first tokens, from its INT4 records."""
-    assert cache.int4 is not None
-    require(
-        requests.page_table is not None,
-        "requests.page_table",
-        None,
-        "the pages of each request",
-        "describe requests with the cache's page table",
-    )
-    assert requests.page_table is not None
-    slots = slots_for(
-        requests.page_table[request : request + 1],
-        torch.arange(count),
-        torch.zeros(count, dtype=torch.int64),
-        cache.spec.page_size,
-    )
-    k, v = cache.int4.read(layer, slots)
-    return k.to(torch.float64), v.to(torch.float64)
-
-
 def _place(
     cache: KVCache, layer: int, k: Tensor, v: Tensor, slots: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Write keys and values of one layer wherever the cache keeps them; gives the rows (M, kv_heads, head_dim) float64
-    that INT4 records are made of.
+    """Write keys and values of one layer where the cache keeps them, QK4PV8 records apart; gives the rows (M, kv_heads,
+    head_dim) float64 that records are made of.
     """
     spec = cache.spec
-    if spec.int4 != "only":
+    if not spec.recorded:
         for which, x in enumerate((k, v)):
             _place_main(cache, layer, which, x, slots)
     k, v = (store(x, spec.dtype).unflatten(1, (spec.kv_heads, spec.head_dim)) for x in (k, v))

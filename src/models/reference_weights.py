@@ -4,7 +4,7 @@
     exact     as the checkpoint has them             an operand of the norm
     bf16      rounded to BF16                        folded in before
     fp16      rounded to FP16                        folded in before
-    fp8       E4M3 codes, a scale per feature        folded in before
+    fp8       E4M3 codes, a scale per feature        folded in before; an operand where codes are the checkpoint's
     int4      codes with a scale per group of 128    an operand: the activation is multiplied, and rounded to 16 bits
 
 INT4 codes are those of the checkpoint rounded to nearest, or ones that were chosen before, by GPTQ for example. Their
@@ -22,10 +22,12 @@ from torch import Tensor
 
 from epicute.errors import require
 from epicute.models.config import ModelConfig
-from epicute.models.folder import layer_prefix
+from epicute.models.folder import layer_prefix, tensors_of
+from epicute.models.layer_weights import gains_of
 from epicute.quant.gptq import GptqResult
 from epicute.quant.int4 import Int4Codes
 from epicute.weights import Quantized, QuantizedInt4, Weight
+from epicute.weights.importers.fp8 import fp8_weight
 
 __all__ = ["FORMATS", "PARTS", "Given", "ReferenceLayer", "check_given", "read_layer"]
 
@@ -85,7 +87,7 @@ class ReferenceLayer:
     def scale(self, name: str) -> Tensor | None:
         """(N,) float32 scales of FP8 codes; None in other forms."""
         parts = [p for p in self.weights[name] if isinstance(p, Quantized) and p.format == "fp8"]
-        found = [part.scale for part in parts if part.scale is not None]
+        found = [part.scale.expand(len(part.codes)) for part in parts if part.scale is not None]
         return torch.cat(found) if found else None
 
 
@@ -114,7 +116,7 @@ def read_layer(
         return tensors[prefix + name].to(torch.float32) + offset
 
     norms = {name: vector(norm, config.gain_offset) for name, norm in NORMS.items()}
-    folded = form in ("bf16", "fp16", "fp8")
+    folded = form in ("bf16", "fp16", "fp8") and gains_of(tensors, form) == "folded"
     parts: dict[str, list[Quantized | Tensor]] = {}
     for name, names in PARTS.items():
         parts[name] = []
@@ -124,6 +126,8 @@ def read_layer(
                 parts[name].append(tensors[full])
             elif full in given:
                 parts[name].append(_taken(given[full], full))
+            elif form == "fp8" and f"{full}_scale" in tensors:
+                parts[name].append(fp8_weight(tensors[full], tensors[f"{full}_scale"], full))
             else:
                 weight = Weight(tensors[full], full)
                 if folded and name in norms:
@@ -148,8 +152,8 @@ def _taken(given: GptqResult | Int4Codes | QuantizedInt4, name: str) -> Quantize
     return QuantizedInt4.of(codes, name, gain_operand=True)
 
 
-def check_given(given: Given, form: str, tensors: Mapping[str, Tensor], layers: int) -> None:
-    """Refuse codes for another form, of no projection of the checkpoint, or of another shape.
+def check_given(given: Given, form: str, config: ModelConfig) -> None:
+    """Refuse codes for another form, of no projection of the model, or of another shape.
 
     Raises:
         ArgumentError: naming them.
@@ -163,7 +167,7 @@ def check_given(given: Given, form: str, tensors: Mapping[str, Tensor], layers: 
     )
     known = {
         f"{layer_prefix(i)}{part}.weight"
-        for i in range(layers)
+        for i in range(config.layers)
         for names in PARTS.values()
         for part in names
     }
@@ -175,13 +179,14 @@ def check_given(given: Given, form: str, tensors: Mapping[str, Tensor], layers: 
         "names of projections, as 'model.layers.0.mlp.up_proj.weight'",
         "name codes as the checkpoint names their weights",
     )
+    wanted = tensors_of(config)
     for name, one in given.items():
         found = _taken(one, name)
-        shapes = tuple(found.codes.shape), tuple(tensors[name].shape)
+        shapes = tuple(found.codes.shape), wanted[name]
         require(
             shapes[0] == shapes[1],
             f"int4[{name!r}]",
             shapes[0],
-            f"{shapes[1]}, as the checkpoint has it",
+            f"{shapes[1]}, as the model has it",
             "pass the codes of this weight",
         )

@@ -6,7 +6,8 @@ scale for nothing, since
 
     code * scale * rstd  =  (x * rstd)  quantised by its own largest magnitude
 
-so that ``Dequantize(activation="row")`` undoes both, and no ``RowScale`` stands behind it.
+so that ``Dequantize(activation="row")`` undoes both, and no ``RowScale`` stands behind it. The norm's gain, where the
+next projection's weights could not absorb it, is multiplied in first.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from epicute.quant.launch import (
 __all__ = ["RowsKernel", "RowsPlan", "RowsSpec", "plan_rows", "row_factor", "rows_kernel"]
 
 ARGUMENTS = (
-    *("x", "x_stride", "codes", "codes_stride", "scale", "sumsq", "sumsq_stride"),
+    *("x", "x_stride", "codes", "codes_stride", "scale", "sumsq", "sumsq_stride", "gain"),
     *("rows", "blocks"),
 )
 """The kernel's integers: addresses, strides in bytes, M, blocks to launch."""
@@ -48,6 +49,9 @@ WARP_COLUMNS = 2048
 
 LARGEST_K = 65536
 """Longest row that 512 threads keep in registers: sixteen vectors each."""
+
+LARGEST_GAINED = 32768
+"""The same with a gain, whose columns take registers too."""
 
 LARGEST_M = 2**31 - 2**16
 """Rows that 32-bit block arithmetic can count."""
@@ -64,11 +68,13 @@ class RowsSpec:
         columns: K.
         dtype: of x, bfloat16 or float16.
         eps: of the RMSNorm whose row factor goes into the scale; None for the scale alone.
+        gain: whether x is multiplied by a gain first.
     """
 
     columns: int
     dtype: torch.dtype
     eps: float | None = None
+    gain: bool = False
 
     def __post_init__(self) -> None:
         require(
@@ -93,6 +99,14 @@ class RowsSpec:
             "a number that is not negative, or None",
             "give the norm's epsilon",
         )
+        require(
+            not self.gain or (self.columns % 8 == 0 and self.columns <= LARGEST_GAINED),
+            "k",
+            self.columns,
+            f"a multiple of 8 up to {LARGEST_GAINED} with a gain",
+            "multiply x by the gain before, or fold the gain into the weights",
+            UnsupportedError,
+        )
 
     @property
     def threads(self) -> int:
@@ -110,6 +124,11 @@ class RowsSpec:
     def vectors(self) -> int:
         """Vectors of a thread."""
         return -(-self.columns // (8 * self.threads))
+
+    @property
+    def reach(self) -> int:
+        """Largest vector that any thread can ask for."""
+        return self.vectors * self.threads - 1
 
     @property
     def groups(self) -> int:
@@ -146,10 +165,11 @@ def rows_kernel(
     dtype: torch.dtype = torch.bfloat16,
     *,
     eps: float | None = None,
+    gain: bool = False,
     target: Target | None = None,
 ) -> RowsKernel:
     """Describe the kernel for rows of K = ``k``; see ``plan_rows``. Raises as there, and compiles nothing."""
-    return RowsKernel(RowsSpec(k, dtype, eps), target or Target.detect())
+    return RowsKernel(RowsSpec(k, dtype, eps, gain), target or Target.detect())
 
 
 def plan_rows(
@@ -157,6 +177,7 @@ def plan_rows(
     dtype: torch.dtype = torch.bfloat16,
     *,
     eps: float | None = None,
+    gain: bool = False,
     device: torch.device | str | None = None,
     cache: ObjectCache | None = None,
 ) -> RowsPlan:
@@ -167,13 +188,14 @@ def plan_rows(
         dtype: of x, bfloat16 or float16.
         eps: of the RMSNorm whose row factor goes into the scale (its gain in the next projection's weights); None for
             the plain scale.
+        gain: whether ``run`` takes a gain, by which x is multiplied first; K is a multiple of 8 up to 32768 then.
         device: where it will run; None is the current GPU, or the CPU where there is none. Others are prepared at
             their first run.
         cache: object cache; by default the user's.
 
     Raises ArgumentError or UnsupportedError, naming the argument, before anything is compiled.
     """
-    spec = RowsSpec(k, dtype, eps)
+    spec = RowsSpec(k, dtype, eps, gain)
     return RowsPlan(
         spec,
         Launcher(
@@ -203,6 +225,7 @@ class RowsPlan:
         codes: torch.Tensor,
         scale: torch.Tensor,
         sumsq: torch.Tensor | None = None,
+        gain: torch.Tensor | None = None,
     ) -> None:
         """Quantise every row of ``x`` as ``quantize_rows`` does, to the bit.
 
@@ -214,16 +237,18 @@ class RowsPlan:
             codes: (M, K) float8_e4m3fn, written; rows at multiples of 8 bytes. A GEMM wants multiples of 16.
             scale: (M,) float32, written. With ``eps`` the row's scale times ``row_factor``, not limited again.
             sumsq: (M, ⌈K/64⌉) float32, with ``eps`` alone: the row's partial sums of squares, as ``SumSquares`` writes
-                them.
+                them; those of x without the gain.
+            gain: (K,) float32 at a multiple of 16 bytes, with ``gain`` alone: what is quantised is x * gain, rounded
+                once to float32.
 
         Raises:
             ArgumentError: naming the argument, before the launch.
         """
-        arguments = self.bind(x, codes, scale, sumsq)
+        arguments = self.bind(x, codes, scale, sumsq, gain)
         if arguments is None:
             return
         if x.device.type == "cpu":
-            self._run_here(x, codes, scale, sumsq)
+            self._run_here(x if gain is None else x.float() * gain, codes, scale, sumsq)
         else:
             self._launcher.launch(x.get_device(), arguments)
 
@@ -233,6 +258,7 @@ class RowsPlan:
         codes: torch.Tensor,
         scale: torch.Tensor,
         sumsq: torch.Tensor | None = None,
+        gain: torch.Tensor | None = None,
     ) -> tuple[int, ...] | None:
         """Check everything and return the kernel's arguments; None where M is 0."""
         columns, device = self.spec.columns, device_of("x", x)
@@ -244,11 +270,12 @@ class RowsPlan:
         codes_stride = check_matrix("codes", codes, (rows, columns), dtype, device, 8)
         check_vector("scale", scale, rows, (torch.float32,), device)
         sumsq_stride = self._check_sumsq(sumsq, rows, device)
-        check_apart(x=x, codes=codes, scale=scale, sumsq=sumsq)
+        factors = self._check_gain(gain, device)
+        check_apart(x=x, codes=codes, scale=scale, sumsq=sumsq, gain=gain)
         partials = 0 if sumsq is None else sumsq.data_ptr()
         found = (
             *(x.data_ptr(), x_stride, codes.data_ptr(), codes_stride, scale.data_ptr()),
-            *(partials, sumsq_stride, rows, -(-rows // self.spec.rows_of_a_block)),
+            *(partials, sumsq_stride, factors, rows, -(-rows // self.spec.rows_of_a_block)),
         )
         return found if rows else None
 
@@ -259,6 +286,18 @@ class RowsPlan:
             return 0
         shape = (rows, self.spec.groups)
         return check_matrix("sumsq", sumsq, shape, torch.float32, device, 4)
+
+    def _check_gain(self, gain: torch.Tensor | None, device: torch.device) -> int:
+        """Its address, 0 for none."""
+        if not self.spec.gain:
+            if gain is not None:
+                raise wrong("gain", gain, "nothing", "plan with gain=True, or leave it out")
+            return 0
+        check_vector("gain", gain, self.spec.columns, (torch.float32,), device)
+        assert gain is not None
+        if gain.data_ptr() % 16:
+            raise wrong("gain", gain, "a start at a multiple of 16 bytes", "gain.clone()")
+        return gain.data_ptr()
 
     def _run_here(
         self,

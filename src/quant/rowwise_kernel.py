@@ -5,7 +5,8 @@
 
     thread t         vectors t, t + threads, …: 16 bytes each, kept in registers
     all              largest finite magnitude: in the warp by redux, then through shared memory
-    all              scale, its inverse, codes: 8 bytes a vector
+    all              scale, its inverse, codes: 8 bytes a vector; where a norm's gain goes in, it is multiplied in for
+                     the maximum, and again for the codes
     thread 0         the scale, times the row factor where the row's partial sums of squares are given
 
 A row is read once: its codes are made of the registers that its scale came from.
@@ -16,6 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
+import torch
 from cutlass import Float32, Int32, Int64, cute
 from cutlass import memory as cutlass_memory
 
@@ -27,6 +29,7 @@ from epicute.quant.dsl import (
     again,
     begin,
     divide,
+    load_vectors,
     magnitude,
     multiply,
     pack_e4m3,
@@ -89,17 +92,27 @@ class Rowwise(Launched):
         ]
         words = [vector.load(source) for vector in vectors]
         peak = Peak(0.0)
-        for found in words:
-            for x in unpack(found, spec.dtype):
+        for vector, found in zip(vectors, words, strict=True):
+            for x in self._lanes(arguments, vector, found):
                 peak.see(magnitude(x, 0.0))
         amax = self._of_row(peak.of_warp().bitcast(Float32), shared, thread)
         scale = within_range(divide(amax, E4M3_MAX))
         scale = select(amax == Float32(0.0), Float32(1.0), scale)
         inverse = reciprocal(scale)
         for vector, found in zip(vectors, words, strict=True):
-            lanes = [multiply(x, inverse) for x in unpack(again(found), spec.dtype)]
-            vector.store(target, pack_e4m3(lanes), 8)
+            lanes = self._lanes(arguments, vector, again(found))
+            vector.store(target, pack_e4m3([multiply(x, inverse) for x in lanes]), 8)
         self._store_scale(arguments, row, scale, thread == 0)
+
+    def _lanes(self, arguments: Any, vector: Vector, words: Any) -> list[Any]:
+        """The eight values of a vector, times their gains where there are any."""
+        spec = self.spec
+        found = unpack(words, spec.dtype)
+        if not spec.gain:
+            return found
+        base = self.given(arguments, "gain")
+        gains = load_vectors(base, vector, spec.columns, spec.reach, torch.float32)
+        return [multiply(x, gain) for x, gain in zip(found, gains, strict=True)]
 
     def _of_row(self, amax: Any, shared: Any, thread: Any) -> Any:
         """The largest of all warps of the row."""

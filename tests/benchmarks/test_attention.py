@@ -61,9 +61,11 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> None:
     def dense(q: Any, k: Any, v: Any, causal: bool) -> tuple[torch.Tensor, None]:
         return sdpa(q, k, v), None
 
-    def ragged(q: Any, k: Any, v: Any, **given: Any) -> tuple[torch.Tensor, None]:
+    def ragged(
+        q: Any, k: Any, v: Any, *, max_seqlen_q: int, max_seqlen_k: int, **given: Any
+    ) -> tuple[torch.Tensor, None]:
         assert given["causal"]
-        assert given["max_seqlen_q"] == given["max_seqlen_k"] == max(LENGTHS)
+        assert max_seqlen_q == max_seqlen_k == max(LENGTHS)
         return packed(q, k, v, given["cu_seqlens_q"]), None
 
     fake.flash_attn_func, fake.flash_attn_varlen_func = dense, ragged  # type: ignore[attr-defined]

@@ -101,7 +101,7 @@ def test_lengths_of_requests() -> None:
     whole = (2048, 4096, 8192, 16384, 32768)
     assert options_of(given, "attention").lengths == whole
     assert options_of(given, "prefill-layer").lengths == (512, 1024, 2048, 4096, 8192, 16384)
-    assert options_of(given, "prefill-layer").shapes == ("1B", "8B", "70B", "405B")
+    assert options_of(given, "prefill-layer").shapes == ("8B", "405B", "70B", "1B")
     assert options_of(given, "packed-prefill").shapes == ("8B",)
     assert options_of(given, "layer-accuracy").shapes == ("1B", "8B")
     assert options_of(given, "gemm").lengths == ()
@@ -145,7 +145,7 @@ def test_a_table_of_errors_is_complete_without_times(source: Provenance, tmp_pat
 
 
 def test_every_table_has_a_measure() -> None:
-    assert [*KNOWN] == [*TABLES, "search", "prefill-model"]
+    assert [*KNOWN] == [*TABLES, "search", "prefill-model", "perplexity", "outliers"]
     for module in KNOWN.values():
         assert callable(module.table), SimpleNamespace(module=module)
         assert callable(module.kernels), SimpleNamespace(module=module)

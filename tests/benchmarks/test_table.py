@@ -166,6 +166,7 @@ def test_every_shard_is_a_word_of_the_schema() -> None:
 
 def test_empty_fields_are_left_out() -> None:
     empty = {"errors", "failed", "clocks_mhz", "watts", "launches", "peak_bytes", "perplexity"}
+    empty |= {"standard_error"}
     assert not empty & Row({}, 1.0, 1.0).json().keys()
     row = Row({}, None, 0.0, error=ERROR, errors={"p": ERROR}, failed={"q": "why"}).json()
     assert (row["errors"], row["failed"]) == ({"p": ERROR}, {"q": "why"})

@@ -107,15 +107,6 @@ def test_a_folder_without_a_tokenizer(
     assert "got no tokenizer" in capsys.readouterr().err
 
 
-def test_a_form_that_no_gpu_kernel_serves(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for option in (["--weights", "int4"], ["--cache", "int4"]):
-        assert cli.main(["generate", str(folder), "w1", "--device", "cuda", *option]) == 1
-        assert "Fix: pass --device cpu" in capsys.readouterr().err
-
-
 def test_one_token_has_no_rate() -> None:
     assert str(Spoken([3], "w3", 0.5, 0.0)) == "1 token, the first after 0.50 s"
     assert str(Spoken([3, 4, 5], "w3", 0.5, 4.0)) == (

@@ -37,7 +37,13 @@ class Setting:
 
     def __post_init__(self) -> None:
         self.state = state_of(self.spec, self.seed)
-        self.weights = LayerWeights.build(self.state, self.spec, device=self.device)
+        following, state = None, {f"this.{name}": x for name, x in self.state.items()}
+        if self.spec.gains == "operand" and not self.spec.last:
+            following, next_ = "next.", state_of(self.spec, self.seed + 1, "next.")
+            state["next.input_layernorm.weight"] = next_["next.input_layernorm.weight"]
+        self.weights = LayerWeights.build(
+            state, self.spec, "this.", device=self.device, following=following
+        )
 
     def plan(self, **options: Any) -> PrefillBlock:
         """A block; packed and in pages unless told otherwise."""
@@ -58,8 +64,8 @@ class Setting:
         """States whose scales hold what the layer's activations are, with some room."""
         if not self.spec.delayed:
             return None
-        found = BlockScales.create(self.device, history=4)
-        for site, largest in zip(found.sites, (64.0, 16.0, 512.0, 64.0), strict=True):
+        found = BlockScales.create(self.device, history=4, last=self.spec.last)
+        for site, largest in zip(found.sites, (64.0, 16.0, 512.0, 64.0), strict=False):
             site.scale_used.fill_(largest / 448)
         return found
 
@@ -71,7 +77,12 @@ class Setting:
 
     def stream(self, values: torch.Tensor) -> Stream:
         """The entering stream."""
-        return Stream.of(self.spec, values.to(self.device), self.entry())
+        return Stream.of(self.spec, values.to(self.device), self.entry(), gain=self.weights.x_gain)
+
+    def coded(self, values: torch.Tensor) -> torch.Tensor:
+        """What the codes of a stream that leaves stand for."""
+        gain = self.weights.y_gain
+        return values if gain is None else values.double() * gain.double()
 
     def run(
         self,

@@ -86,9 +86,11 @@ class Rows:
     plan: RowsPlan
     launches: list[str]
 
-    def run(self, x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> None:
+    def run(
+        self, x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, **gain: torch.Tensor
+    ) -> None:
         self.launches.append("quantize_rows")
-        self.plan.run(x, codes, scale)
+        self.plan.run(x, codes, scale, **gain)
 
 
 @dataclass
@@ -106,6 +108,8 @@ class Launches:
         return Kernels(
             projection=lambda composition, packed, options: Evaluated(composition, self.made),
             attention=lambda spec: Attended(spec, self.made),
-            rows=lambda columns, dtype, device: Rows(plan_rows(columns, dtype), self.made),
+            rows=lambda columns, dtype, device, gain: Rows(
+                plan_rows(columns, dtype, gain=gain), self.made
+            ),
             roll=roll,
         )

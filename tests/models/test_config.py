@@ -147,7 +147,6 @@ class TestRefused:
             ),
             ({"attention_bias": True}, "^attention_bias"),
             ({"mlp_bias": True}, "^mlp_bias"),
-            ({"quantization_config": {"quant_method": "fp8"}}, "^quantization_config"),
             ({"final_logit_softcapping": 30.0}, "^final_logit_softcapping"),
             ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "^rope_type"),
             ({"rope_scaling": {"type": "longrope"}}, "^rope_type"),

@@ -150,7 +150,8 @@ def test_a_gpu_runs_what_it_has_kernels_for(monkeypatch: pytest.MonkeyPatch) -> 
     present: Any = {"gpu": True}
     monkeypatch.setattr(generation.torch.cuda, "is_available", lambda: present["gpu"])
     assert device_for("bf16", "fp8").type == "cuda"
-    assert device_for("int4", "bf16").type == "cpu"
-    assert device_for("bf16", "int4").type == "cpu"
+    assert device_for("int4", "int4").type == "cuda"
+    assert device_for("exact", "bf16").type == "cpu"
+    assert device_for("bf16", "qk4pv8").type == "cuda"
     present["gpu"] = False
     assert device_for("bf16", "bf16").type == "cpu"

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from epicute.errors import ArgumentError, UnsupportedError
-from epicute.kv.cache import KVCache
 from epicute.models.config import ModelConfig
 from epicute.models.folder import Folder
-from epicute.models.generation import greedy
 from epicute.models.gpu_backend import GpuBackend
 from epicute.models.llama import Llama
 from epicute.models.requests import Requests
 from epicute.testing import Budget, assert_equal_bits, assert_within
 from tests.models.cpu_kernels import Launches
-from tests.models.folders import FAMILIES, SIZES, random_model, save
+from tests.models.folders import FAMILIES, random_model, save
 
 FP8 = torch.float8_e4m3fn
 TIGHT = Budget(norm=1e-3, worst_row=4e-3)
@@ -196,34 +192,7 @@ def test_what_it_was_not_planned_for(folder: Path) -> None:
     with pytest.raises(UnsupportedError, match="^weights.*cpu"):
         planned(folder, weights="exact")
     with pytest.raises(ArgumentError, match="format"):
-        planned(folder, weights="int4")
-
-
-def test_it_does_not_decode_and_prefill_of_one_token_does(folder: Path) -> None:
-    """The error says so, nothing is changed, and greedy text comes all the same."""
-    gpu = planned(folder, weights="bf16")
-    cpu = Llama.from_folder(folder, device="cpu", weights="bf16")
-    cache, ids = gpu.new_cache(1, 64), prompts()[0]
-    gpu.prefill(ids, cache)
-    with pytest.raises(UnsupportedError, match="^decode: got 1 tokens.*Fix: prefill one token"):
-        gpu.decode([3], cache)
-    assert cache.held == (30,)
-    right = cpu.new_cache(1, 64)
-    cpu.prefill(ids, right)
-    assert_within(gpu.prefill([[3]], cache), cpu.decode([3], right), WHOLE["bf16"])
-    assert len(list(greedy(gpu, ids, gpu.new_cache(1, 64), 4))) == 4
-
-
-def test_int4_records_are_refused(folder: Path, tmp_path: Path) -> None:
-    """By the model, and by the layers where somebody allocates them by hand: they would not be written."""
-    gpu = planned(folder, weights="bf16")
-    with pytest.raises(UnsupportedError, match="^dtype: got 'int4'.*CPU"):
-        gpu.new_cache(1, 64, dtype="int4")
-    model = random_model(LlamaConfig(**{**SIZES, "num_attention_heads": 4}, head_dim=64))
-    wide = planned(save(model, tmp_path), weights="bf16")
-    spec = replace(wide.new_cache(1, 64).spec, int4="mirror")
-    with pytest.raises(UnsupportedError, match="^cache: got one with INT4 records"):
-        wide.prefill([1, 2], KVCache.dense(spec, 1, 64))
+        planned(folder, weights="nvfp4")
 
 
 @pytest.mark.parametrize("vocabulary", [161, 162, 168])
@@ -238,3 +207,26 @@ def test_any_vocabulary(vocabulary: int, tmp_path: Path) -> None:
     found = gpu.prefill(ids, gpu.new_cache(1, 16), logits="all")
     assert found.shape == (2, vocabulary)
     assert_within(found, cpu.prefill(ids, cpu.new_cache(1, 16), logits="all"), WHOLE["bf16"])
+
+
+def test_the_last_layer_leaves_no_fp8_copy(folder: Path) -> None:
+    """Nobody would read it. All layers share kernels and scratch memory, but for that projection."""
+    for scaling, quantised in (("delayed", 0), ("row", 4 * 3)):
+        gpu = planned(folder, weights="fp8", scaling=scaling)
+        blocks = gpu.backend.blocks
+        assert [block.spec.last for block in blocks] == [False, False, True]
+        assert len({block.workspace.q.data_ptr() for block in blocks}) == 1
+        assert blocks[0].projections is blocks[1].projections
+        titles = [block.spec.compositions["down"].title for block in blocks]
+        assert [title.endswith("EmitFP8") for title in titles] == [scaling == "delayed"] * 2 + [
+            False
+        ]
+        launches = blocks[0].attention.launches
+        gpu.prefill(prompts()[0], gpu.new_cache(1, 64))
+        launches.clear()
+        blocks[-1].attention.launches.clear()
+        gpu.prefill(prompts()[0], gpu.new_cache(1, 64))
+        assert launches.count("quantize_rows") == quantised
+        if scaling == "delayed":
+            assert "3.x" not in gpu.backend.group.names
+            assert gpu.backend.scales[-1].y is None

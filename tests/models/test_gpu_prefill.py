@@ -49,8 +49,11 @@ SPECS = {
     "fp8, bias, norm": BlockSpec(WIDE, bias=True, qk_norm=True),
     "fp8, rows": BlockSpec(WIDE, scaling="row", bias=True),
     "fp8, fp8 cache": BlockSpec(WIDE, cache=FP8, qk_norm=True),
+    "fp8, gains as operands": BlockSpec(WIDE, gains="operand"),
+    "fp8, rows, gains as operands": BlockSpec(WIDE, scaling="row", gains="operand"),
+    "fp8, last": BlockSpec(SMOL, last=True),
 }
-PAGES = {name: (64, 16, 128, 64, 16, 32, 64)[i] for i, name in enumerate(SPECS)}
+PAGES = {name: (64, 16, 128, 64, 16, 32, 64, 64, 64, 64)[i] for i, name in enumerate(SPECS)}
 MAX_ROWS = 640
 LENGTHS = (5, 0, 200, 1, 129)
 GRAPHED = ("bf16", "fp8", "fp8, rows", "fp8, fp8 cache")
@@ -58,7 +61,7 @@ GRAPHED = ("bf16", "fp8", "fp8, rows", "fp8, fp8 cache")
 BUDGETS = {"bf16": Budget(0.01, 0.025), "fp16": Budget(0.002, 0.005), "fp8": Budget(0.11, 0.15)}
 """Of what the layer adds to the stream, against float64 on unquantised weights."""
 
-SAME = {"bf16": Budget(0.008, 0.02), "fp16": Budget(0.0015, 0.004), "fp8": Budget(0.03, 0.08)}
+SAME = {"bf16": Budget(0.008, 0.02), "fp16": Budget(0.0015, 0.004), "fp8": Budget(0.045, 0.12)}
 """The same against the block on the CPU, whose rounding to 16 and 8 bits is at the same places."""
 
 
@@ -127,9 +130,10 @@ def test_a_packed_batch_is_the_layer_of_each_request(name: str, seed: int) -> No
     assert_layer(at, found.values, values, LENGTHS)
     sums = found.values.double().square().sum(1)
     assert_within(found.sumsq.sum(1), sums, Budget(1e-5, 1e-5))
-    if at.spec.format == "fp8":
+    assert (found.codes is None) == (at.spec.format != "fp8" or at.spec.last)
+    if found.codes is not None:
         decoded = found.codes.double() * found.scale.double().reshape(-1, 1)
-        assert_within(decoded, found.values, Budget(0.04, 0.08))
+        assert_within(decoded, at.coded(found.values), Budget(0.04, 0.08))
     model = model_of(at.spec, at.state)
     loose = Budget(0.06, 0.1) if FP8 in (at.spec.cache, at.spec.operand) else Budget(0.01, 0.02)
     for b, x in enumerate(split(values, LENGTHS)):
@@ -401,7 +405,7 @@ def test_the_launches_of_a_layer_are_its_five_kernels(name: str) -> None:
     assert peak_bytes(call) == 0
     assert launches(call) == 5 + 4 * at.spec.rowwise
     if scales is not None:
-        part = BlockScales.of(DelayedGroup.create(model_sites(2), "cuda"), 1)
+        part = BlockScales.of(DelayedGroup.create(model_sites(3), "cuda"), 1)
 
         for states in (scales, part):
 

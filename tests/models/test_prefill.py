@@ -47,6 +47,10 @@ SPECS = {
     "fp8, rows": BlockSpec(TINY, scaling="row", bias=True),
     "fp8, fp8 cache": BlockSpec(TINY, cache=FP8, qk_norm=True),
     "bf16, fp8 cache": BlockSpec(TINY, "bf16", cache=FP8, qk_norm=True),
+    "fp8, gains as operands": BlockSpec(TINY, gains="operand", gain_offset=1.0),
+    "fp8, rows, gains as operands": BlockSpec(TINY, scaling="row", gains="operand"),
+    "fp8, last": BlockSpec(TINY, last=True),
+    "fp8, rows, last": BlockSpec(TINY, scaling="row", last=True, gains="operand"),
 }
 LENGTHS = (5, 0, 23, 1, 16)
 
@@ -76,9 +80,10 @@ def test_a_packed_batch_is_the_layer_of_each_request(name: str) -> None:
     assert_layer(at, found.values, values, LENGTHS)
     sums = found.values.double().square()
     assert_within(found.sumsq.sum(1), sums.sum(1), Budget(1e-5, 1e-5))
-    if at.spec.format == "fp8":
+    assert (found.codes is None) == (at.spec.format != "fp8" or at.spec.last)
+    if found.codes is not None:
         decoded = found.codes.double() * found.scale.double().reshape(-1, 1)
-        assert_within(decoded, found.values, Budget(0.04, 0.08))
+        assert_within(decoded, at.coded(found.values), Budget(0.04, 0.08))
     model = model_of(at.spec, at.state)
     loose = Budget(0.06, 0.1) if FP8 in (at.spec.cache, at.spec.operand) else Budget(0.01, 0.02)
     for b, x in enumerate(split(values, LENGTHS)):
@@ -226,7 +231,14 @@ def test_the_result_may_take_the_place_of_the_input(name: str) -> None:
 
 
 def test_a_layer_is_five_launches_and_a_roll() -> None:
-    for name, extra in (("fp8", ["roll"]), ("bf16", []), ("fp8, rows", ["quantize_rows"] * 4)):
+    for name, extra in (
+        ("fp8", ["roll"]),
+        ("fp8, last", ["roll"]),
+        ("fp8, gains as operands", ["roll"]),
+        ("bf16", []),
+        ("fp8, rows", ["quantize_rows"] * 4),
+        ("fp8, rows, last", ["quantize_rows"] * 3),
+    ):
         spec, launches = SPECS[name], Launches()
         at = Setting(spec, launches.kernels)
         values, requests = draw(spec, 3), Requests.packed([3], PAGE, at.table(1))

@@ -34,8 +34,12 @@ def test_projections_have_no_spills(
 @pytest.mark.compile
 @pytest.mark.parametrize(
     "spec",
-    [BlockSpec(SHAPES["SmolLM2"], "bf16"), BlockSpec(WIDE, scaling="row")],
-    ids=["bf16", "rows"],
+    [
+        BlockSpec(SHAPES["SmolLM2"], "bf16"),
+        BlockSpec(WIDE, scaling="row"),
+        BlockSpec(SHAPES["8B"], gains="operand"),
+    ],
+    ids=["bf16", "rows", "gains as operands"],
 )
 def test_the_mask_costs_no_spill_in_any_form(spec: BlockSpec) -> None:
     kernel, compiled = compile_fitting(spec.kernels(target=DEFAULT_TARGET)["o"])

@@ -1,11 +1,12 @@
-"""INT4 checkpoints of others, read tensor by tensor into ``QuantizedInt4``: the same codes, scales and zero points.
+"""Checkpoints that others quantised, read tensor by tensor: the same codes, scales and zero points.
 
     checkpoint = open_checkpoint(folder)
     for name in checkpoint.linears():
         packed = checkpoint.linear(name).pack_fragments(order)
 
-Read: GPTQ v1 and v2, AWQ (GEMM), compressed-tensors (pack-quantized); 4 bits, groups of 32, 64, 128 or one scale per
-output feature. Everything else is refused by tensor, field and value.
+Read into ``QuantizedInt4``: GPTQ v1 and v2, AWQ (GEMM), compressed-tensors (pack-quantized); 4 bits, groups of 32, 64,
+128 or one scale per output feature. Read into ``Quantized``: E4M3 of compressed-tensors (float-quantized), AutoFP8 and
+transformers, with one scale per output feature or per tensor. Everything else is refused by tensor, field and value.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from epicute.weights.importers.awq import Awq
 from epicute.weights.importers.checks import refuse_foreign
 from epicute.weights.importers.compressed_tensors import CompressedTensors
 from epicute.weights.importers.config import Format, detect
+from epicute.weights.importers.fp8 import Fp8
 from epicute.weights.importers.gptq import Gptq
 from epicute.weights.importers.source import Folder, config_of
-from epicute.weights.quantized_int4 import QuantizedInt4
+from epicute.weights.quantized import Quantized
 
 __all__ = [
     "Awq",
@@ -31,6 +33,7 @@ __all__ = [
     "CompressedTensors",
     "Folder",
     "Format",
+    "Fp8",
     "Gptq",
     "detect",
     "open_checkpoint",
@@ -43,7 +46,7 @@ class Checkpoint:
 
     Attributes:
         tensors: a state dict, or a ``Folder``.
-        format: ``Gptq``, ``Awq`` or ``CompressedTensors``.
+        format: ``Gptq``, ``Awq``, ``CompressedTensors`` or ``Fp8``.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -54,7 +57,7 @@ class Checkpoint:
         end = f".{self.format.marker}"
         return sorted(name.removesuffix(end) for name in self.tensors if name.endswith(end))
 
-    def linear(self, name: str, shape: tuple[int, int] | None = None) -> QuantizedInt4:
+    def linear(self, name: str, shape: tuple[int, int] | None = None) -> Quantized:
         """Codes, scales and zero points of one linear, as stored; its gain has to be an operand.
 
         Args:
@@ -80,9 +83,9 @@ class Checkpoint:
         require(
             shape is None or got == tuple(shape),
             f"{name}.{self.format.marker}",
-            f"(N, K) = {got} in 4 bits",
+            f"(N, K) = {got} in {'8' if isinstance(self.format, Fp8) else '4'} bits",
             f"{shape}",
-            "check that this linear has 4 bits, as the configuration says",
+            "check that this linear has as many bits as the configuration says",
         )
         return found
 
@@ -109,7 +112,7 @@ def open_checkpoint(
             format is not None,
             "format",
             None,
-            "Gptq, Awq or CompressedTensors for a state dict",
+            "Gptq, Awq, CompressedTensors or Fp8 for a state dict",
             "pass detect(quantization_config)",
         )
         assert format is not None

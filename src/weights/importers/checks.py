@@ -23,7 +23,7 @@ __all__ = [
 
 SUPPORTED = (
     "GPTQ (v1, v2), AWQ (GEMM) and compressed-tensors (pack-quantized) with 4 bits, groups of "
-    "32, 64, 128 or one per output feature"
+    "32, 64, 128 or one per output feature; E4M3 with a scale per output feature or tensor"
 )
 
 FOREIGN = {

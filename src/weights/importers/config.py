@@ -10,11 +10,12 @@ from epicute.layouts import CHANNEL
 from epicute.weights.importers.awq import Awq
 from epicute.weights.importers.checks import SUPPORTED, require_bits, require_group
 from epicute.weights.importers.compressed_tensors import CompressedTensors
+from epicute.weights.importers.fp8 import Fp8
 from epicute.weights.importers.gptq import Gptq
 
 __all__ = ["Format", "detect"]
 
-Format = Gptq | Awq | CompressedTensors
+Format = Gptq | Awq | CompressedTensors | Fp8
 
 _VERSIONS = {"gptq": 1, "gptq_v2": 2}
 
@@ -35,6 +36,8 @@ def detect(config: Mapping[str, Any]) -> Format:
         return _awq(config)
     if method == "compressed-tensors":
         return _compressed(config)
+    if method == "fp8":
+        return _fp8(config)
     return _refuse("quant_method", method)
 
 
@@ -74,7 +77,21 @@ def _awq(config: Mapping[str, Any]) -> Awq:
     return Awq(group, not config.get("zero_point", True))
 
 
-def _compressed(config: Mapping[str, Any]) -> CompressedTensors:
+def _fp8(config: Mapping[str, Any]) -> Fp8:
+    """AutoFP8's, and transformers' without blocks, which has names of its own for the dtype and the scale."""
+    blocks = config.get("weight_block_size")
+    if blocks is not None:
+        raise UnsupportedError(
+            f"quantization_config.weight_block_size: got {blocks}, expected null: weights with a scale for each block "
+            f"of {' x '.join(map(str, blocks))} are not read. Fix: take a checkpoint with a scale for each output "
+            "feature or for each tensor, or decode it"
+        )
+    if config.get("fmt", config.get("dtype", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
+        _refuse("fmt" if "fmt" in config else "dtype", config.get("fmt", config.get("dtype")))
+    return Fp8("weight_scale_inv" if "weight_block_size" in config else "weight_scale")
+
+
+def _compressed(config: Mapping[str, Any]) -> CompressedTensors | Fp8:
     sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
         _refuse("sparsity_config.format", sparsity)
@@ -85,11 +102,13 @@ def _compressed(config: Mapping[str, Any]) -> CompressedTensors:
     return next(iter(found.values()))
 
 
-def _scheme(config: Mapping[str, Any], name: str, scheme: Any) -> CompressedTensors:
+def _scheme(config: Mapping[str, Any], name: str, scheme: Any) -> CompressedTensors | Fp8:
     where = f"config_groups.{name}"
     if not isinstance(scheme, Mapping):
         _refuse(where, scheme)
     written = scheme.get("format") or config.get("format")
+    if written in ("float-quantized", "naive-quantized"):
+        return _float_scheme(config, where, scheme)
     if written != "pack-quantized":
         _refuse(f"{where}.format" if scheme.get("format") else "format", written)
     for field in ("input_activations", "output_activations"):
@@ -114,6 +133,33 @@ def _scheme(config: Mapping[str, Any], name: str, scheme: Any) -> CompressedTens
         _refuse(f"{where}.weights.actorder", act)
     symmetric = bool(weights.get("symmetric", True))
     return CompressedTensors(group, symmetric, act in (True, "group", "dynamic"))
+
+
+def _float_scheme(config: Mapping[str, Any], where: str, scheme: Mapping[str, Any]) -> Fp8:
+    """E4M3 weights with static scales; activations of 8 bits, whose scales are not read."""
+    if config.get("kv_cache_scheme") is not None:
+        _refuse("kv_cache_scheme", config["kv_cache_scheme"])
+    if scheme.get("output_activations") is not None:
+        _refuse(f"{where}.output_activations", scheme["output_activations"])
+    for field in ("weights", "input_activations"):
+        found = scheme.get(field)
+        if field == "input_activations" and found is None:
+            continue
+        if not isinstance(found, Mapping):
+            _refuse(f"{where}.{field}", found)
+        for key, wanted in (("type", "float"), ("num_bits", 8)):
+            if found.get(key) != wanted:
+                _refuse(f"{where}.{field}.{key}", found.get(key))
+    weights = scheme["weights"]
+    if weights.get("dynamic"):
+        _refuse(f"{where}.weights.dynamic", weights["dynamic"])
+    if not weights.get("symmetric", True):
+        _refuse(f"{where}.weights.symmetric", False)
+    strategy = weights.get("strategy") or "tensor"
+    if strategy not in ("channel", "tensor"):
+        blocks = weights.get("block_structure")
+        _refuse(f"{where}.weights.strategy", f"{strategy} {blocks}" if blocks else strategy)
+    return Fp8()
 
 
 def _needed(config: Mapping[str, Any], field: str) -> Any:
