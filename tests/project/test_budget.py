@@ -16,9 +16,7 @@ PARAMETERS = 10
 # path under src, or path::function -> why it may be larger
 FILE_EXCEPTIONS: dict[str, str] = {}
 FUNCTION_EXCEPTIONS: dict[str, str] = {}
-PARAMETER_EXCEPTIONS: dict[str, str] = {
-    "models/gpu_backend.py::GpuBackend.__init__": "a model and its options, which are given by name",
-}
+PARAMETER_EXCEPTIONS: dict[str, str] = {}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
