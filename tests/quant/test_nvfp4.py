@@ -224,7 +224,9 @@ def test_values_are_within_a_scale_of_what_they_were(x: np.ndarray) -> None:
     if counters.saturated.item() == 0:
         error = np.abs(dequantize_nvfp4(codes, scales).numpy().astype(np.float64) - x)
         scale = scales.to(torch.float64).numpy().repeat(16, axis=-1)
-        assert (error <= np.maximum(scale, 6.01 * 2.0**-10)).all()  # the scale is off by half of 2**-9
+        assert (
+            error <= np.maximum(scale, 6.01 * 2.0**-10)
+        ).all()  # the scale is off by half of 2**-9
 
 
 def test_a_block_is_flushed_or_clipped_at_the_ends_and_counted() -> None:
