@@ -19,6 +19,7 @@ from epicute.models.block_spec import PROJECTIONS, BlockSpec
 from epicute.models.decode_block_spec import DecodeBlockSpec
 from epicute.models.decode_cache import CacheForm
 from epicute.models.layer_weights import NORMS, PARTS, QK_NORMS, LayerWeights
+from epicute.models.packed_layer import PackedLayer
 from epicute.models.shapes import projections
 from epicute.quant.gptq import GptqResult
 from epicute.quant.int4 import Int4Codes
@@ -31,11 +32,11 @@ Given = Mapping[str, GptqResult | Int4Codes | QuantizedInt4]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-VECTORS = ("bias", "q_gain", "k_gain", "x_gain", "x1_gain")
+FIX = "build the weights with DecodeWeights.of or DecodeWeights.int4"
 
 
 @dataclass(frozen=True, eq=False)
-class DecodeWeights:
+class DecodeWeights(PackedLayer):
     """The four projections, and what stands beside them. Make it with ``of`` or ``int4``.
 
     Attributes:
@@ -87,40 +88,7 @@ class DecodeWeights:
             ("x_gain", spec.norm_gain, hidden),
             ("x1_gain", spec.norm_gain, hidden),
         ):
-            self._check_vector(name, wanted, length)
-
-    def _check_vector(self, name: str, wanted: bool, length: int) -> None:
-        given: torch.Tensor | None = getattr(self, name)
-        right = given is not None and given.shape == (length,) and given.dtype == torch.float32
-        require(
-            right if wanted else given is None,
-            name,
-            "None" if given is None else f"{tuple(given.shape)} {given.dtype}",
-            f"({length},) float32" if wanted else "None, as the spec has none",
-            "build the weights with DecodeWeights.of or DecodeWeights.int4",
-        )
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.qkv.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        packed = sum(getattr(self, name).nbytes for name in PROJECTIONS)
-        return packed + sum(x.nbytes for x in self._vectors.values())
-
-    @property
-    def _vectors(self) -> dict[str, torch.Tensor]:
-        found = {name: getattr(self, name) for name in VECTORS}
-        return {name: x for name, x in found.items() if x is not None}
-
-    def to(self, device: torch.device | str) -> DecodeWeights:
-        """The same weights on ``device``."""
-        names = (*PROJECTIONS, *self._vectors)
-        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
-        return replace(self, **moved)
+            self._check_vector(name, wanted, length, FIX)
 
     def reading(self, cache: CacheForm) -> DecodeWeights:
         """The same weights beside another cache.

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from epicute.errors import ArgumentError, require
 from epicute.models.block_spec import PROJECTIONS, BlockSpec
 from epicute.models.folder import layer_prefix
 from epicute.models.gains import fold_gain
+from epicute.models.packed_layer import PackedLayer
 from epicute.models.shapes import projections
 from epicute.weights import Packed, Quantized, Weight
 from epicute.weights.importers.fp8 import fp8_weight
@@ -43,7 +43,7 @@ NORMS = {"qkv": "input_layernorm.weight", "gate_up": "post_attention_layernorm.w
 
 QK_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
-VECTORS = ("bias", "q_gain", "k_gain", "x_gain", "x1_gain", "y_gain")
+FIX = "build the weights with LayerWeights.build"
 
 DERIVED = ("self_attn.rotary_emb.inv_freq",)
 """Buffers of old checkpoints that follow from the configuration and are not read."""
@@ -53,7 +53,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
-class LayerWeights:
+class LayerWeights(PackedLayer):
     """The four packed projections, and what stands beside them.
 
     Attributes:
@@ -91,48 +91,13 @@ class LayerWeights:
             )
             order = spec.compositions[name].row_order(sizes[name][0])
             packed.require_order(order, f"the {name} projection of this spec")
-        self._check_vector("bias", spec.bias, sizes["qkv"][0])
+        self._check_vector("bias", spec.bias, sizes["qkv"][0], FIX)
         for name in ("q_gain", "k_gain"):
-            self._check_vector(name, spec.qk_norm, spec.shape.head_dim)
+            self._check_vector(name, spec.qk_norm, spec.shape.head_dim, FIX)
         operand = spec.gains == "operand"
         for name in ("x_gain", "x1_gain", "y_gain"):
             wanted = operand and not (name == "y_gain" and spec.last)
-            self._check_vector(name, wanted, spec.shape.hidden)
-
-    def _check_vector(self, name: str, wanted: bool, length: int) -> None:
-        given: torch.Tensor | None = getattr(self, name)
-        shown = "None" if given is None else f"{tuple(given.shape)} {given.dtype}"
-        expected = f"({length},) float32" if wanted else "None, as the spec has none"
-        right = given is not None and given.shape == (length,) and given.dtype == torch.float32
-        require(
-            right if wanted else given is None,
-            name,
-            shown,
-            expected,
-            "build the weights with LayerWeights.build",
-        )
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.qkv.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        packed = sum(getattr(self, name).nbytes for name in PROJECTIONS)
-        return packed + sum(x.nbytes for x in self._vectors.values())
-
-    @property
-    def _vectors(self) -> dict[str, torch.Tensor]:
-        found = {name: getattr(self, name) for name in VECTORS}
-        return {name: x for name, x in found.items() if x is not None}
-
-    def to(self, device: torch.device | str) -> LayerWeights:
-        """The same weights on ``device``."""
-        moved: dict[str, Any] = {n: getattr(self, n).to(device) for n in PROJECTIONS}
-        moved |= {n: x.to(device) for n, x in self._vectors.items()}
-        return replace(self, **moved)
+            self._check_vector(name, wanted, spec.shape.hidden, FIX)
 
     @staticmethod
     def build(
