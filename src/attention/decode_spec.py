@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 
 import torch
 
-from epicute.attention.spec import FP8, HALVES, HEAD_DIMS, PAGES, Rule, refusal
+from epicute.attention.spec import FP8, HALVES, HEAD_DIMS, PAGES, Rule, check_fields, refusal
 from epicute.errors import UnsupportedError, require
 from epicute.jit import Target
 
@@ -78,27 +77,8 @@ class DecodeSpec:
         ):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        for name in ("heads", "kv_heads", "head_dim", "rows"):
-            value = getattr(self, name)
-            fix = "read it from the model's configuration"
-            require(type(value) is int and value > 0, name, value, "a positive integer", fix)
-        require(
-            self.heads % self.kv_heads == 0,
-            "kv_heads",
-            self.kv_heads,
-            f"a divisor of heads={self.heads}",
-            "check the configuration; under tensor parallelism repeat the KV heads",
-        )
-        for name in ("sinks", "lse", "batch_invariant", "values_folded", "append", "prefetch"):
-            value = getattr(self, name)
-            require(type(value) is bool, name, value, "True or False", f"write {name}=True")
-        require(
-            self.window is None or (type(self.window) is int and self.window >= 1),
-            "window",
-            self.window,
-            "a count of keys, itself included, or None",
-            "a window of 0 or -1 in other libraries is None here",
-        )
+        flags = ("sinks", "lse", "batch_invariant", "values_folded", "append", "prefetch")
+        check_fields(self, ("heads", "kv_heads", "head_dim", "rows"), flags)
         require(
             type(self.rotation) is int and self.rotation >= 0,
             "rotation",
@@ -106,17 +86,6 @@ class DecodeSpec:
             "a width, 0 for none, or None for the widest",
             "pass the width that the cache was written with",
         )
-        for name in ("softcap", "scale"):
-            value = getattr(self, name)
-            require(
-                value is None or (isinstance(value, (int, float)) and 0 < value < math.inf),
-                name,
-                value,
-                "a positive finite number, or None",
-                f"leave {name} out where there is none",
-            )
-            if value is not None:
-                object.__setattr__(self, name, float(value))
 
     @property
     def group(self) -> int:

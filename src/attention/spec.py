@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,6 +22,47 @@ PAGES = (16, 32, 64, 128)
 
 FP8 = torch.float8_e4m3fn
 HALVES = (torch.bfloat16, torch.float16)
+
+
+def check_fields(spec: Any, counts: Sequence[str], flags: Sequence[str]) -> None:
+    """Refuse fields of an attention spec that no kernel could have; ``softcap`` and ``scale`` become floats.
+
+    Args:
+        spec: has heads, kv_heads, window, softcap and scale, no field being None that may not be.
+        counts, flags: names of its positive integers and of its bools.
+    """
+    for name in counts:
+        value = getattr(spec, name)
+        fix = "read it from the model's configuration"
+        require(type(value) is int and value > 0, name, value, "a positive integer", fix)
+    require(
+        spec.heads % spec.kv_heads == 0,
+        "kv_heads",
+        spec.kv_heads,
+        f"a divisor of heads={spec.heads}",
+        "check the configuration; under tensor parallelism repeat the KV heads",
+    )
+    for name in flags:
+        value = getattr(spec, name)
+        require(type(value) is bool, name, value, "True or False", f"write {name}=True")
+    require(
+        spec.window is None or (type(spec.window) is int and spec.window >= 1),
+        "window",
+        spec.window,
+        "a count of keys, itself included, or None",
+        "a window of 0 or -1 in other libraries is None here",
+    )
+    for name in ("softcap", "scale"):
+        value = getattr(spec, name)
+        require(
+            value is None or (isinstance(value, (int, float)) and 0 < value < math.inf),
+            name,
+            value,
+            "a positive finite number, or None",
+            f"leave {name} out where there is none",
+        )
+        if value is not None:
+            object.__setattr__(spec, name, float(value))
 
 
 @dataclass(frozen=True)
@@ -67,43 +108,7 @@ class AttentionSpec:
         for name, value in (("kv_dtype", self.dtype), ("out_dtype", self.dtype), ("scale", scale)):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        for name in ("heads", "kv_heads", "head_dim"):
-            value = getattr(self, name)
-            require(
-                type(value) is int and value > 0,
-                name,
-                value,
-                "a positive integer",
-                "read it from the model's configuration",
-            )
-        require(
-            self.heads % self.kv_heads == 0,
-            "kv_heads",
-            self.kv_heads,
-            f"a divisor of heads={self.heads}",
-            "check the configuration; under tensor parallelism repeat the KV heads",
-        )
-        for name in ("causal", "sinks", "lse", "packed"):
-            value = getattr(self, name)
-            require(type(value) is bool, name, value, "True or False", f"write {name}=True")
-        require(
-            self.window is None or (type(self.window) is int and self.window >= 1),
-            "window",
-            self.window,
-            "a count of keys, itself included, or None",
-            "a window of 0 or -1 in other libraries is None here",
-        )
-        for name in ("softcap", "scale"):
-            value = getattr(self, name)
-            require(
-                value is None or (isinstance(value, (int, float)) and 0 < value < math.inf),
-                name,
-                value,
-                "a positive finite number, or None",
-                f"leave {name} out where there is none",
-            )
-            if value is not None:
-                object.__setattr__(self, name, float(value))
+        check_fields(self, ("heads", "kv_heads", "head_dim"), ("causal", "sinks", "lse", "packed"))
 
     @property
     def group(self) -> int:
