@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
@@ -23,9 +25,11 @@ def precompiled(request: pytest.FixtureRequest, compiled_objects: Path) -> None:
         return
     from epicute.jit import precompile
 
+    beside = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    workers = max(1, len(os.sched_getaffinity(0)) // beside)
     try:
-        precompile([case.kernel() for case in cases])
-    except EpicuteError as error:
+        precompile([case.kernel() for case in cases], workers)
+    except (EpicuteError, BrokenProcessPool, OSError) as error:
         warnings.warn(f"precompile: {error}", stacklevel=1)
 
 
