@@ -25,7 +25,9 @@ from benchmarks import (
     cache_write,
     calls,
     counters,
+    decode_ablation,
     decode_attention,
+    decode_layer,
     epilogue,
     few_rows,
     gemm,
@@ -62,6 +64,8 @@ TABLES: dict[str, Any] = {
     "layer-accuracy": layer_accuracy,
     "projections": few_rows,
     "decode-attention": decode_attention,
+    "decode-layer": decode_layer,
+    "decode-ablation": decode_ablation,
     "cache-write": cache_write,
     "qk4pv8-decode": qk4pv8_decode,
     "qk4pv8-prefill": qk4pv8_prefill,
@@ -80,6 +84,8 @@ SHAPES_OF = {
     "packed-prefill": ("8B",),
     "layer-accuracy": ("1B", "8B"),
     "projections": ("8B", "70B", "1B", "SmolLM2"),
+    "decode-layer": ("8B", "70B", "1B", "405B"),
+    "decode-ablation": ("8B", "70B"),
 }
 """Shapes of each table where none are named; the others have sizes of their own."""
 
@@ -97,7 +103,10 @@ LENGTHS_OF = {
 }
 """Tokens of a request of each table where none are named; the others have lengths of their own."""
 
-RESUMED = ("attention", "prefill-layer", "packed-prefill", "prefill-model", "search")
+RESUMED = (
+    *("attention", "prefill-layer", "packed-prefill", "prefill-model", "search"),
+    *("decode-layer", "decode-ablation"),
+)
 """Tables that may take several runs; the shapes that matter most come first."""
 
 SHARDED = ("gemm", "search")
@@ -108,6 +117,8 @@ BRIEF: dict[str, dict[str, Any]] = {
 
 SUMMARIES = {
     "search": search.summary,
+    "decode-layer": decode_layer.summary,
+    "decode-ablation": decode_ablation.summary,
     "prefill-model": prefill_model.summary,
     "perplexity": perplexity.summary,
 }

@@ -20,7 +20,7 @@ from epicute.models.shapes import SHAPES
 
 __all__ = ["Progress", "earlier_rows", "of_case", "place"]
 
-FOUND = ("weights", "variant")
+FOUND = ("weights", "cache", "variant")
 """What the rows of a case have beside the fields of the case, found out while it is measured."""
 
 SAME = ("device", "torch", "dsl")
@@ -44,7 +44,7 @@ def of_case(case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def place(case: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Where a row stands in its table: quality before time, by shape, heads, mix and length."""
+    """Where a row stands in its table: quality before time, by shape, heads, mix, length, batch and context."""
     shapes, mixes = list(SHAPES), list(MIXES)
     return (
         "batch" in case,
@@ -52,6 +52,8 @@ def place(case: Mapping[str, Any]) -> tuple[Any, ...]:
         -case.get("head_dim", 0),
         mixes.index(case["mix"]) if case.get("mix") in mixes else -1,
         case.get("length", 0),
+        case.get("batch", 0),
+        case.get("context", 0),
     )
 
 

@@ -30,6 +30,7 @@ from epicute.epilogues import (
     Output,
     PartialsOutput,
     Policy,
+    RowScale,
     Store,
     compose,
 )
@@ -118,12 +119,13 @@ def check(
     draws.check_ranges(composition, ranges)
     if on_device:
         ranges = replace(ranges, exact=True, non_finite=False)
-    widths = draws.legal_columns(composition, columns, compiled=on_device)
+    depth = _depth(composition) if on_device else None
+    widths = _within(draws.legal_columns(composition, columns, on_device, depth), depth)
     runners: list[Runner] = [_Interpreter(composition)]
     if on_device:
         from epicute.testing.fused import FusedRunner
 
-        runners.append(FusedRunner(composition, torch.device(device)))
+        runners.append(FusedRunner(composition, torch.device(device), depth))
     call = _bind_reference(reference, composition)
     title = policy.title if isinstance(policy, Policy) else "composition"
     summary = Summary(title)
@@ -147,6 +149,25 @@ def check(
     every_case()
     print(summary)
     return summary
+
+
+def _depth(composition: Composition) -> int | None:
+    """The K that a composition asks for: the width of its ``RowScale``, None where it has none."""
+    policies = (policy for *_, chain in composition.branches() for policy in chain)
+    return next((p.width for p in policies if isinstance(p, RowScale)), None)
+
+
+def _within(widths: list[int], depth: int | None) -> list[int]:
+    """Of ``widths`` those of at most ``depth`` columns, which a product with the identity of that K reproduces."""
+    found = [n for n in widths if depth is None or n <= depth]
+    require(
+        bool(found),
+        "columns",
+        widths,
+        f"on a GPU at most {depth}, the width of RowScale, as the weight is an identity of that K",
+        f"pass columns of at most {depth}, or a wider RowScale",
+    )
+    return found
 
 
 def require_hypothesis(asked: str) -> None:

@@ -111,11 +111,14 @@ def check_ranges(composition: Composition, ranges: Ranges) -> None:
 
 
 def legal_columns(
-    composition: Composition, wanted: int | Sequence[int] | None, compiled: bool = False
+    composition: Composition,
+    wanted: int | Sequence[int] | None,
+    compiled: bool = False,
+    most: int | None = None,
 ) -> list[int]:
     """Column counts the composition accepts, out of ``wanted`` or of a standard list.
 
-    ``compiled``: each costs a compile, so that the standard list is short.
+    ``compiled``: each costs a compile, so that the standard list is short, and has none above ``most``.
 
     Raises:
         ArgumentError: none of them, with the composition's own reason.
@@ -132,7 +135,9 @@ def legal_columns(
     if wanted is None and composition.columns is not None:
         wanted = [composition.columns.width]
     found, reason = [], ""
-    standard = COMPILED if compiled else tuple(sorted({*CANDIDATES, *_of_groups(composition)}))
+    standard = tuple(sorted({*CANDIDATES, *_of_groups(composition)}))
+    if compiled:
+        standard = tuple(n for n in COMPILED if most is None or n <= most) or (most or 0,)
     tried = list(standard if wanted is None else wanted)
     for count in tried:
         require(

@@ -1,7 +1,8 @@
 """Runs drawn cases through the fused kernel, exactly: the weight is the identity.
 
-With K = N and B = I, D = A · Bᵀ is A itself, so that the accumulator is the drawn BF16 matrix and
-every difference is the epilogue's. Outputs are poisoned and guarded, inputs hashed.
+With B = I, (N, K), D = A · Bᵀ is A's first N columns, so that the accumulator is the drawn BF16 matrix
+and every difference is the epilogue's. K is N, or what a ``RowScale`` names, the rest of A being zeros.
+Outputs are poisoned and guarded, inputs hashed.
 """
 
 from __future__ import annotations
@@ -30,12 +31,15 @@ RUNNING = (Cells, Counter, Maximum)
 
 
 class FusedRunner(Runner):
-    """The fused kernel of ``composition`` on ``device``; one plan per N."""
+    """The fused kernel of ``composition`` on ``device``, of K = ``depth`` or else N; one plan per N."""
 
     name = "fused kernel"
 
-    def __init__(self, composition: Composition, device: torch.device) -> None:
+    def __init__(
+        self, composition: Composition, device: torch.device, depth: int | None = None
+    ) -> None:
         self._composition = composition
+        self._depth = depth
         self._device = device
         self._plans: dict[int, tuple[Any, Packed]] = {}
 
@@ -43,7 +47,8 @@ class FusedRunner(Runner):
         from epicute.gemm import plan
 
         if columns not in self._plans:
-            identity = torch.eye(columns, dtype=torch.bfloat16)
+            depth = self._depth or columns
+            identity = torch.eye(columns, depth, dtype=torch.bfloat16)
             order = self._composition.row_order(columns)
             packed = Quantized("bf16", identity, name="identity").pack(order).to(self._device)
             made = plan(self._composition, packed, x_dtype=torch.bfloat16)
@@ -70,6 +75,8 @@ class FusedRunner(Runner):
         """Outputs of the case, checked for missing and stray writes."""
         made, packed = self._plan(case.acc.shape[1])
         x = case.acc.to(torch.bfloat16).to(self._device)
+        spare = packed.shape[1] - x.shape[1]
+        x = torch.nn.functional.pad(x, (0, spare))
         outputs = self._outputs(case)
         read = {n: v.to(self._device) for n, v in case.operands.items() if n not in outputs}
         with inputs_unchanged(x=x, weight=packed.codes, **read):

@@ -370,8 +370,8 @@ class MixedBatch:
         if self.means is not None:
             group = i if self.means.kind == "sequence" else 0
             shift = lse_shift(self.q[i], self.means.k[group], spec.scale)
-            lse = lse - shift.T.double().to(self.device)
-        return out, lse
+            lse = lse - shift.T.double().to(lse.device)
+        return out.to(self.device), lse.to(self.device)
 
 
 def power_of(q: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,8 @@ def test_everything_by_default() -> None:
     given = parse([])
     first = ["gemm", "epilogue", "calls", "accuracy"]
     layers = ["prefill-layer", "packed-prefill", "layer-accuracy"]
-    decode = ["projections", "decode-attention", "cache-write", "qk4pv8-decode", "qk4pv8-prefill"]
+    decode = ["projections", "decode-attention", "decode-layer", "decode-ablation", "cache-write"]
+    decode += ["qk4pv8-decode", "qk4pv8-prefill"]
     assert given.tables == [*TABLES] == [*first, "attention", *layers, *decode]
     assert options_of(given, "gemm").shapes == ("1B", "8B", "70B", "405B")
     assert options_of(given, "epilogue").shapes == ("8B", "1B", "70B", "405B")

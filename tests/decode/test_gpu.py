@@ -328,7 +328,7 @@ def test_the_rings_hand_over_a_hundred_thousand_times(late: bool, crowd: int, mm
     plan = FewRowsPlan({8: kernel})
     plan.admit(packed)
     x = torch.randn(4, case.n, device=DEVICE).to(BF16)
-    steps = [torch.empty_like(x) for _ in range(50)]
+    steps = [torch.empty_like(x) for _ in range(40)]  # each some six times the one before: still finite
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     plan._devices[torch.cuda.current_device()] = crowd * processors
 
@@ -346,11 +346,12 @@ def test_the_rings_hand_over_a_hundred_thousand_times(late: bool, crowd: int, mm
         torch.cuda.synchronize()
         before = step
     wanted = torch.stack(steps)
+    assert torch.isfinite(wanted).all()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         chain()
     wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
-    for _ in range(2000):
+    for _ in range(2500):
         graph.replay()
         wrong += (torch.stack(steps) != wanted).sum()
     assert int(wrong) == 0

@@ -131,14 +131,7 @@ class HopperDecode:
         size = schedule.stages * schedule.stage_bytes(spec)
         ring = allocator.allocate_array(cutlass.Uint8, size, byte_alignment=1024)
         shared["ring"], shared["pointer"] = Int32(ring.toint()), ring
-        rows = schedule.warps * 8 * schedule.column_tiles(spec)
-        tables = TABLE_BYTES // 4 if schedule.tabled else 0
-        for name, count in (
-            ("table", tables),
-            ("merge", schedule.merge_bytes(spec) // 4),
-            ("stats", 2 * rows),
-            ("flag", 4),
-        ):
+        for name, count in self._areas().items():
             if count == 0:
                 continue
             place = allocator.allocate_array(Int32, count, byte_alignment=16)
@@ -150,6 +143,25 @@ class HopperDecode:
         counts |= {"posted": MAIL_SLOTS, "taken": MAIL_SLOTS}
         barriers = {name: allocator.allocate_array(Int64, n) for name, n in counts.items()}
         return shared, barriers
+
+    def _areas(self) -> dict[str, int]:
+        """Words of shared memory that warps address by themselves, by name."""
+        spec, schedule = self.spec, self.schedule
+        rows = schedule.warps * 8 * schedule.column_tiles(spec)
+        return {
+            "table": TABLE_BYTES // 4 if schedule.tabled else 0,
+            "merge": schedule.merge_bytes(spec) // 4,
+            "stats": 2 * rows,
+            "flag": 4,
+        }
+
+    def _steps(self, shared: dict[str, Any], warp: Any, lane: Any) -> DecodeSteps:
+        """What a warp does with the tiles of a piece; a kernel with other arithmetic has its own."""
+        return DecodeSteps(self.spec, self.schedule, shared.get("table"), warp, lane)
+
+    def _merge(self, shared: dict[str, Any]) -> Merge:
+        """How a piece ends, likewise."""
+        return Merge(self.spec, self.schedule, shared)
 
     @cute.jit
     def _set_up(self, barriers, lane) -> None:
@@ -203,8 +215,7 @@ class HopperDecode:
     @cute.jit
     def _consume(self, shared, barriers, arguments, warp, lane) -> None:
         cute.arch.griddepcontrol_wait()
-        steps = DecodeSteps(self.spec, self.schedule, shared.get("table"), warp, lane)
-        merge = Merge(self.spec, self.schedule, shared)
+        steps, merge = self._steps(shared, warp, lane), self._merge(shared)
         merge.open(arguments)
         ring, mail = Int32(0), Int32(0)
         item = self._take(shared, barriers, mail, lane)
