@@ -215,12 +215,12 @@ class Driver:
             for b in p.blocks
             for e in (0, 1)
         ]
-        for i, step in enumerate(span.head):
-            lanes = self._step(step, lanes, place, i == len(span.steps) - 1)
+        for step in span.head:
+            lanes = self._step(step, lanes, place)
         for part in span.blocks:
             some = [lanes[i] for i in part.lanes]
-            for i, step in enumerate(part.steps):
-                some = self._step(step, some, place, i == len(part.steps) - 1)
+            for step in part.steps:
+                some = self._step(step, some, place)
 
     def _register(self, n8: int, block: int, half: int) -> int:
         """Accumulator of the first of two columns of n8 block ``n8``; parts of the tile follow each other."""
@@ -228,15 +228,15 @@ class Driver:
         registers = self.tile_n // 2 // self.parts
         return (part * self.blocks + block) * registers + 4 * within + 2 * half
 
-    def _step(self, step: Step, lanes: list[Any], place: Place, last: bool) -> list[Any]:
+    def _step(self, step: Step, lanes: list[Any], place: Place) -> list[Any]:
         if not isinstance(step.policy, Pairwise):
-            ctx = KernelContext(step, step.domain, place, last)
+            ctx = KernelContext(step, step.domain, place)
             out = run_body(ctx, Value(lanes, DSL_OPERATIONS))
             ctx.finish()
             return lanes if out is None else widen(out.raw, len(lanes))
         split = step.split
         assert split is not None
-        ctx = KernelContext(step, split.domain, place, last)
+        ctx = KernelContext(step, split.domain, place)
         if not split.first:
             return lanes
         pair = [Value([lanes[i] for i in s], DSL_OPERATIONS) for s in (split.first, split.second)]

@@ -205,9 +205,9 @@ class Place:
 class KernelContext(Context):
     """A policy's view of one thread's lanes of one row of a unit."""
 
-    def __init__(self, step: Step, domain: Domain, place: Place, last: bool) -> None:
+    def __init__(self, step: Step, domain: Domain, place: Place) -> None:
         super().__init__(step.policy, DSL_OPERATIONS, step.kept)
-        self._step, self._domain, self._place_at, self._last = step, domain, place, last
+        self._step, self._domain, self._place_at = step, domain, place
         self._cache: dict[str, Any] = {}
         self._origins: dict[tuple[str, int], Any] = {}
         self._maxima: list[tuple[Any, list[Any]]] = []
@@ -355,9 +355,9 @@ class KernelContext(Context):
             position += count
 
     def _kept_lanes(self, lanes: list[Any], kind: Operand) -> list[Any]:
-        """The lanes as stored; where nothing follows nobody reads them, and they stay as they are."""
+        """The lanes as stored; a rounding that nobody reads is left out by the compiler."""
         rounding = ROUNDING.get(kind.dtype)
-        return lanes if self._last or rounding is None else DSL_OPERATIONS[rounding](lanes)
+        return lanes if rounding is None else DSL_OPERATIONS[rounding](lanes)
 
     def _partials(self, name: str, kind: Operand, raw: Any) -> None:
         place = self._place_at

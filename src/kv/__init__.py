@@ -2,6 +2,7 @@
 
 from epicute.kv.cache import CapacityError, KVCache
 from epicute.kv.cache_spec import CacheSpec
+from epicute.kv.fp8_layers import Fp8Layers
 from epicute.kv.int4 import Int4Cache
 from epicute.kv.int4_layers import Int4Layers
 from epicute.kv.pages import (
@@ -23,6 +24,7 @@ __all__ = [
     "PAGE_SIZES",
     "CacheSpec",
     "CapacityError",
+    "Fp8Layers",
     "Int4Cache",
     "Int4Layers",
     "KVCache",

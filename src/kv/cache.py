@@ -1,6 +1,7 @@
 """The KV cache of a model: memory of every layer, one page table for all, and who owns which page.
 
     keys(layer), values(layer)   (pages, page_size, kv_heads, head_dim), what PlaceKV and attention take
+    fp8.keys(layer), …           the same in E4M3, a mirror of these, if any
     int4.layer(layer)            (pages, kv_heads, record bytes) uint8, INT4 records of the same slots, if any
     qk4pv8.layer(layer)          QK4PV8 records, and ΔS, of the same slots, if these are all there is
     page_table                   (requests, pages per request) int32, -1 where a request has no page
@@ -24,6 +25,7 @@ import torch
 from epicute.errors import EpicuteError, require
 from epicute.kv.cache_scales import cache_scales
 from epicute.kv.cache_spec import CacheSpec
+from epicute.kv.fp8_layers import Fp8Layers
 from epicute.kv.int4_layers import Int4Layers
 from epicute.kv.pages import NO_SLOT, slots_for
 from epicute.kv.qk4pv8_layers import QK4PV8Layers
@@ -49,8 +51,10 @@ class KVCache:
         pages: pages of each pool.
         page_table: (requests, pages per request) int32 on the device, -1 where there is no page.
         lengths: (requests,) int32 on the device.
-        k_scale, v_scale: (layers, kv_heads) float32, value = code * scale, for FP8; else None.
-        saturated, nans: (layers, 2) int64, K and V: what was clipped and what was NaN when it was placed; FP8 only.
+        k_scale, v_scale: (layers, kv_heads) float32, value = code * scale, where the main copy is FP8; else None.
+        saturated, nans: (layers, 2) int64, K and V: what was clipped and what was NaN when it was placed; FP8 only,
+            the main copy or its mirror.
+        fp8: E4M3 rows of all layers, a mirror of the main copy; None without.
         int4: INT4 records of all layers, a mirror of the main copy or all there is; None without.
         qk4pv8: QK4PV8 records of all layers, and the means of their requests; None without.
         step_positions, step_slots: (requests,) int64 of a one-token step, see ``begin_step``.
@@ -84,15 +88,26 @@ class KVCache:
         if spec.qk4pv8 is not None:
             format = spec.qk4pv8_records(pages)
             self.qk4pv8 = QK4PV8Layers(spec.qk4pv8, format, spec.layers, requests, device)
-        self.k_scale, self.v_scale = cache_scales(spec, scales, device)
+        k_scale, v_scale = cache_scales(spec, scales, device)
+        self.fp8: Fp8Layers | None = None
+        if spec.fp8_mirror:
+            assert k_scale is not None
+            assert v_scale is not None
+            size = (spec.layers, 2, *shape)
+            self.fp8 = Fp8Layers(size, spec.layout, (k_scale, v_scale), device)
+            k_scale = v_scale = None
+        self.k_scale, self.v_scale = k_scale, v_scale
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.page_table = zeros(requests, spec.pages_for(max_length), dtype=torch.int32).fill_(-1)
         self.lengths = zeros(requests, dtype=torch.int32)
-        self.saturated = zeros(spec.layers, 2, dtype=torch.int64)
-        self.nans = zeros(spec.layers, 2, dtype=torch.int64)
+        if self.fp8 is not None:
+            self.saturated, self.nans = self.fp8.saturated, self.fp8.nans
+        else:
+            self.saturated = zeros(spec.layers, 2, dtype=torch.int64)
+            self.nans = zeros(spec.layers, 2, dtype=torch.int64)
         self.step_positions = zeros(requests, dtype=torch.int64).fill_(NO_SLOT)
         self.step_slots = zeros(requests, dtype=torch.int64).fill_(NO_SLOT)
         self.step_lengths = zeros(requests, dtype=torch.int32)
@@ -120,7 +135,8 @@ class KVCache:
             requests: requests at one time.
             max_length: tokens of the longest request.
             pages: pages shared by all; less than requests * max_length where not all are long.
-            scales: FP8: K's and V's, each one number or (layers, kv_heads); value = code * scale. Else None.
+            scales: FP8, the main copy or a mirror: K's and V's, each one number or (layers, kv_heads); value = code *
+                scale. Else None.
             device: where everything lives.
 
         Raises:
@@ -156,6 +172,8 @@ class KVCache:
             kind += ", INT4 only" if self.spec.int4 == "only" else ", INT4 mirror"
         if self.spec.qk4pv8 is not None:
             kind += f", QK4PV8 only, smoothing {self.spec.qk4pv8.smoothing}"
+        if self.spec.fp8_mirror:
+            kind += ", FP8 mirror"
         held = f"{sum(self._held)} tokens of {self.requests} requests"
         return f"KVCache({self.spec}, {kind}, max_length={self.max_length}, {held}, {self.device})"
 
@@ -169,6 +187,7 @@ class KVCache:
         """Bytes of keys and values, in all their copies."""
         main = 0 if self._memory is None else self._memory.nbytes
         main += 0 if self.int4 is None else self.int4.memory.nbytes
+        main += 0 if self.fp8 is None else self.fp8.memory.nbytes
         return main + (0 if self.qk4pv8 is None else self.qk4pv8.nbytes)
 
     @property

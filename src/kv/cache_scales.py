@@ -16,14 +16,15 @@ __all__ = ["cache_scales"]
 def cache_scales(
     spec: CacheSpec, scales: tuple[object, object] | None, device: torch.device | str
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """K's and V's scales, (layers, kv_heads) float32 each, for FP8; else None twice."""
+    """K's and V's scales, (layers, kv_heads) float32 each, for FP8, mirrors too; else None twice."""
+    scaled = spec.dtype == FP8 or spec.fp8_mirror
     require(
-        (scales is not None) == (spec.dtype == FP8),
+        (scales is not None) == scaled,
         "scales",
         scales,
-        "K's and V's scales" if spec.dtype == FP8 else f"None for {spec.dtype}",
+        "K's and V's scales" if scaled else f"None for {spec.dtype}",
         "pass amax / 448 of typical keys and values, as one number or (layers, kv_heads) each"
-        if spec.dtype == FP8
+        if scaled
         else "leave scales out",
     )
     if scales is None:

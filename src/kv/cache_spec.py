@@ -33,12 +33,13 @@ class CacheSpec:
         layers: decoder layers.
         kv_heads: heads of keys and values.
         head_dim: channels of a head.
-        dtype: bfloat16, float16, float8_e4m3fn, or float32 for references alone. Where records are all there is, that
-            of the rows they are made of, which nothing keeps.
+        dtype: bfloat16, float16, float8_e4m3fn, or float32 for references alone. Of the main copy, where there are two;
+            where records are all there is, that of the rows they are made of, which nothing keeps.
         page_size: tokens per page, of ``PAGE_SIZES``.
         layout: order in memory of a page, "NHD" (token, head, channel) or "HND" (head, token, channel).
         int4: what INT4 records (``kv.int4``) there are, of ``INT4_COPIES``; None for none.
         rotated: whether those records are of rows that were rotated over their heads.
+        fp8_mirror: whether E4M3 rows (``kv.fp8_layers``) stand beside the main copy; FP8 as all there is is a dtype.
         qk4pv8: that QK4PV8 records (``kv.qk4pv8``) are all there is, and of what form; None for none.
         heads: of queries, which QK4PV8 records depend on.
     """
@@ -53,6 +54,7 @@ class CacheSpec:
     rotated: bool = field(default=True, repr=False)
     qk4pv8: QK4PV8Form | None = field(default=None, repr=False)
     heads: int | None = field(default=None, repr=False)
+    fp8_mirror: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim"):
@@ -79,7 +81,7 @@ class CacheSpec:
             f"one of {LAYOUTS}",
             "name the order of token, head and channel in a page",
         )
-        if self.int4 is None and self.qk4pv8 is None:
+        if self.int4 is None and self.qk4pv8 is None and not self.fp8_mirror:
             return
         require(
             self.int4 in (*INT4_COPIES, None),
@@ -95,17 +97,25 @@ class CacheSpec:
             "records of one kind",
             "leave one of the two out",
         )
+        made = "INT4 records" if self.int4 else "QK4PV8 records" if self.qk4pv8 else "an FP8 mirror"
+        require(
+            not self.fp8_mirror or made == "an FP8 mirror",
+            "fp8_mirror",
+            f"True beside {made}",
+            "one form of the rows for a step to read",
+            "leave one of the two out",
+        )
         require(
             self.dtype != FP8,
             "dtype",
             self.dtype,
-            f"rows of 16 or 32 bits, which {'INT4' if self.int4 else 'QK4PV8'} records are made of",
+            f"rows of 16 or 32 bits, to make {made} of",
             "choose the dtype of the model's activations",
         )
         # These refuse pages and heads that no record has.
         if self.int4 is not None:
             self.records(1)
-        else:
+        elif self.qk4pv8 is not None:
             self.qk4pv8_records(1)
 
     @property
@@ -140,6 +150,7 @@ class CacheSpec:
         if self.qk4pv8 is not None:
             return self.layers * self.qk4pv8_records(1).bytes // self.page_size
         main = 0 if self.int4 == "only" else 2 * heads * self.head_dim * self.dtype.itemsize
+        main += 2 * heads * self.head_dim if self.fp8_mirror else 0
         if self.int4 is None:
             return main
         return main + heads * self.records(1).record.bytes // self.page_size

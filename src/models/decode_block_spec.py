@@ -9,7 +9,8 @@
 They are those of a prefill in 16 bits, since activations are never quantised here: a step is bound by the bytes of
 weights and cache. ``Dequantize`` is for FP8 weights; INT4 scales are applied within the sum. Where INT4 or QK4PV8
 records are all the cache there is, ``PlaceKV`` fills a buffer of one row a request, so that it is the same kernel; with
-a main copy beside them, ``Store`` fills it too.
+a main copy beside them, ``Store`` fills it too. Beside an FP8 cache that is the mirror of a main copy, ``PlaceBoth``
+stands for ``PlaceKV``.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from epicute.errors import UnsupportedError, require
 from epicute.models.block_spec import FORMATS as BLOCK_FORMATS
 from epicute.models.block_spec import BlockSpec
 from epicute.models.decode_cache import CacheForm
+from epicute.models.mirrored import mirrored
 
 __all__ = ["WEIGHTS", "DecodeBlockSpec", "chain_schedule"]
 
@@ -92,7 +94,7 @@ class DecodeBlockSpec:
             "make it with DecodeBlockSpec.of",
         )
         wanted = {"fp8": FP8, "bf16": torch.bfloat16, "fp16": torch.float16}
-        placed = wanted.get(self.cache.format, block.dtype)
+        placed = block.dtype if self.cache.main else wanted.get(self.cache.format, block.dtype)
         require(
             block.cache == placed and (placed == FP8 or placed == block.dtype),
             "cache.format",
@@ -141,7 +143,8 @@ class DecodeBlockSpec:
         if norm_gain is None:
             norm_gain = weights == "int4" or block.gains == "operand"
         format = "fp16" if block.format == "fp16" or weights == "fp16" else "bf16"
-        placed = FP8 if cache.format == "fp8" else BLOCK_FORMATS[format]
+        only = cache.format == "fp8" and not cache.main
+        placed = FP8 if only else BLOCK_FORMATS[format]
         changes = {"scaling": "delayed", "accumulate": None, "gains": "folded", "last": False}
         plain = replace(block, format=format, cache=placed, **changes)  # type: ignore[arg-type]
         return DecodeBlockSpec(plain, weights, cache, norm_gain)
@@ -155,8 +158,10 @@ class DecodeBlockSpec:
     def compositions(self) -> Mapping[str, Composition]:
         """The epilogue of each projection, by the names of ``PROJECTIONS``."""
         found = dict(self.block.compositions)
-        if self.cache.main:
+        if self.cache.main and self.cache.writes_records:
             found["qkv"] = self._both(found["qkv"])
+        elif self.cache.main:
+            found["qkv"] = mirrored(found["qkv"])
         if self.weights == "fp8":
             found = {name: compose(Dequantize(None), chain) for name, chain in found.items()}
         return found

@@ -3,6 +3,7 @@
 Rows of 16 and 8 bits are placed in their cells by the QKV projection, and attention reads them there. Of INT4 and
 QK4PV8 caches the projection leaves the new row in 16 bits; the CTA of attention that owns the request's end quantises
 it, uses it and stores it. With a main copy of 16 bits beside such records, for prefill, it is placed there too.
+An FP8 cache may be the mirror of such a copy as well; the projection then writes both.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from epicute.kv import Int4Cache, QK4PV8Cache
 from epicute.kv.cache import KVCache
 from epicute.kv.qk4pv8 import Memory
 from epicute.models.block_state import LayerCache
+from epicute.models.mirrored import MirroredCache
 from epicute.quant.smoothing import Means
 
 __all__ = ["FORMATS", "CacheForm", "DecodeCache"]
@@ -37,7 +39,7 @@ class CacheForm:
     Attributes:
         format: of ``FORMATS``.
         page: tokens of a page; None where each request has one stretch of memory.
-        main: whether a 16-bit copy is kept beside INT4 or QK4PV8 records.
+        main: whether a 16-bit copy is kept beside what a step reads: of FP8 rows, and of INT4 and QK4PV8 records.
         rotation: INT4: width of the Hadamard blocks that rows are rotated in, 0 for none; None for the widest.
         values_folded: INT4: see ``Int4Cache``.
         records: QK4PV8: shape and scales, with one page.
@@ -59,7 +61,7 @@ class CacheForm:
             "name what a step reads",
         )
         require(
-            not self.main or self.writes_records,
+            not self.main or self.writes_records or self.format == "fp8",
             "cache.main",
             True,
             f"False for {self.format}, which is the main copy itself",
@@ -102,12 +104,13 @@ class CacheForm:
 
 @dataclass(frozen=True, eq=False)
 class DecodeCache:
-    """Memory of one layer. Make it with ``of``, ``int4``, ``qk4pv8`` or ``of_model``.
+    """Memory of one layer. Make it with ``of``, ``fp8``, ``int4``, ``qk4pv8`` or ``of_model``.
 
     Attributes:
         form: what it is.
         tokens: of a request's stretch of memory; None in pages.
-        main: keys and values, or their 16-bit copy; None where records are all there is.
+        main: keys and values as a step reads them, or their 16-bit copy beside records; None where records are all
+            there is. An FP8 mirror has its main copy with it.
         records: INT4: (pages, kv_heads, record bytes) uint8; contiguous: one record for each request.
         memory: QK4PV8's.
         means: of this layer, where QK4PV8 keys are smoothed: one group, or one for each request.
@@ -125,6 +128,21 @@ class DecodeCache:
         """A cache of 16 or 8 bits, in pages or contiguous."""
         tokens = main.k.shape[1] if main.page is None else None
         return DecodeCache(CacheForm(NAMES[main.k.dtype], main.page), tokens, main)
+
+    @staticmethod
+    def fp8(mirror: LayerCache, main: LayerCache) -> DecodeCache:
+        """FP8 rows, in pages or contiguous, beside a main copy of the same slots.
+
+        Args:
+            mirror: float8_e4m3fn with its scales: what is read.
+            main: 16-bit copy with the same pages, or of the same stretches of memory.
+
+        Raises:
+            ArgumentError: copies of other dtypes, or with different pages.
+        """
+        both = MirroredCache.both(main, mirror, step=True)
+        tokens = main.k.shape[1] if main.page is None else None
+        return DecodeCache(CacheForm("fp8", main.page, True), tokens, both)
 
     @staticmethod
     def int4(
@@ -186,10 +204,15 @@ class DecodeCache:
 
     @staticmethod
     def of_model(cache: KVCache, layer: int) -> DecodeCache:
-        """One layer of a model's cache, in pages; where there are records, those, with the main copy beside them."""
+        """One layer of a model's cache, in pages; where there are records, or an FP8 mirror, those, with the main copy
+        beside them.
+        """
         if cache.qk4pv8 is not None:
             layers = cache.qk4pv8
             return DecodeCache.qk4pv8(layers.format, layers.layer(layer), layers.means(layer))
+        if cache.fp8 is not None:
+            both = MirroredCache.both_of_model(cache, layer, step=True)
+            return DecodeCache.fp8(both.mirror, both.main)
         if cache.int4 is None:
             return DecodeCache.of(LayerCache.of_model(cache, layer))
         main = LayerCache.of_model(cache, layer) if cache.spec.int4 == "mirror" else None
@@ -199,7 +222,9 @@ class DecodeCache:
         """The same for the first ``requests`` of those that have memory or means of their own."""
         main, records, means = self.main, self.records, self.means
         if self.tokens is not None:
-            if main is not None:
+            if isinstance(main, MirroredCache):
+                main = main.first(requests)
+            elif main is not None:
                 main = replace(main, k=main.k[:requests], v=main.v[:requests])
             records = None if records is None else records[:requests]
         if means is not None and len(means.q) > 1:

@@ -8,6 +8,8 @@ one request group; those of a first invocation are calibrated on it, layer by la
 16-bit activations, and neither sees nor changes them.
 
 INT4 weights are there once and serve both. Others are packed a second time for steps, when the first of these comes.
+
+Prefills of caches with an FP8 mirror have a projection of q, k and v of their own, which writes both copies.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ from epicute.models.decode_weights import DecodeWeights, Given
 from epicute.models.embedding import plan_embedding
 from epicute.models.final_norm import plan_final_norm
 from epicute.models.folder import EMBEDDING, HEAD, NORM, layer_prefix
-from epicute.models.kernels import GPU, Kernels
+from epicute.models.kernels import GPU, Kernels, Projection
 from epicute.models.layer_weights import build_layers, gains_of
+from epicute.models.mirrored import MirroredCache, mirroring
 from epicute.models.placement import resolve_device
 from epicute.models.prefill import PrefillBlock
 from epicute.models.reference_weights import check_given
@@ -134,6 +137,7 @@ class GpuBackend:
         )
         self._streams = [Stream.allocate(self.spec, max_rows, self.device) for _ in range(2)]
         self._caches: WeakKeyDictionary[KVCache, list[LayerCache]] = WeakKeyDictionary()
+        self._both: Projection | None = None  # of q, k and v into caches with a mirror
         self._entry_fits = self.group is None
         self._uncalibrated = set(range(len(self.scales)))
         self._plan_ends(tensors, kernels)
@@ -262,6 +266,10 @@ class GpuBackend:
             requests, cells = records.layer(cache, layer, requests)
             if isinstance(records, MixedPrefill):
                 block = replace(block, attention=records)
+        if cache.fp8 is not None:
+            if self._both is None:
+                self._both = mirroring(self.blocks[0], self._max_rows)
+            block = replace(block, projections={**block.projections, "qkv": self._both})
         out = self._streams[1 - layer % 2].first(x.rows)
         if scales is not None and layer in self._uncalibrated:
             with _uncounted(cache):
@@ -303,7 +311,12 @@ class GpuBackend:
         """The cache as the layers take it, described once."""
         if cache not in self._caches:
             self.check_cache(cache)
-            found = [LayerCache.of_model(cache, i) for i in range(self.config.layers)]
+            found: list[LayerCache] = [
+                LayerCache.of_model(cache, i)
+                if cache.fp8 is None
+                else MirroredCache.both_of_model(cache, i, step=False)
+                for i in range(self.config.layers)
+            ]
             self._caches[cache] = found
         return self._caches[cache]
 

@@ -209,12 +209,14 @@ class Llama:
             page_size: tokens per page; by default what the backend is made for.
             layout: "NHD" or "HND".
             scales: FP8: K's and V's, see ``KVCache``.
-            mirror: INT4: keep a main cache beside the records, which prefill reads; else the records are all there is.
+            mirror: INT4 and FP8: keep a main cache of the backend's dtype beside what a step reads, which prefill
+                reads; else the nibbles, or FP8 rows, are all there is.
             rotated: INT4: rotate rows over their heads before they are quantised (3.3.3).
 
         Raises:
             UnsupportedError: INT4 or QK4PV8 on a GPU, whose kernels do not read them yet.
-            ArgumentError: another dtype; sizes or scales that make no sense; ``mirror`` or ``rotated`` without INT4.
+            ArgumentError: another dtype; sizes or scales that make no sense; ``mirror`` with neither INT4 nor FP8;
+                ``rotated`` without INT4.
         """
         int4 = dtype == "int4"
         form = QK4PV8Form() if dtype == "qk4pv8" else None
@@ -223,18 +225,24 @@ class Llama:
         if isinstance(dtype, str):
             require(dtype in CACHES, "dtype", repr(dtype), f"one of {tuple(CACHES)}", "name one")
             dtype = CACHES[dtype]
-        for name, value, plain in (("mirror", mirror, False), ("rotated", rotated, True)):
+        fp8 = mirror and dtype == CACHES["fp8"]
+        if fp8:
+            dtype = None  # of the main copy: what the backend is made for
+        for name, value, plain, right, instead in (
+            ("mirror", mirror, False, int4 or fp8, "'int4' or 'fp8'"),
+            ("rotated", rotated, True, int4, "'int4'"),
+        ):
             require(
-                int4 or value == plain,
+                right or value == plain,
                 name,
                 value,
-                f"{plain}, as there are no INT4 records",
-                f"pass dtype='int4', or leave {name} out",
+                f"{plain}, as there are no {'INT4 records' if name == 'rotated' else 'two copies'}",
+                f"pass dtype={instead}, or leave {name} out",
             )
         require(
-            not (int4 or form) or self.backend.decodes,
+            not (int4 or form or fp8) or self.backend.decodes,
             "dtype",
-            "'int4'" if int4 else f"{form}",
+            "'int4'" if int4 else "'fp8' with a main copy" if fp8 else f"{form}",
             "a cache that prefill reads, as no kernel here decodes",
             "leave dtype out, or run the model on the CPU",
             UnsupportedError,
@@ -251,6 +259,7 @@ class Llama:
             rotated,
             form,
             shape.heads if form else None,
+            fp8,
         )
         if pages is None:
             return KVCache.dense(spec, requests, max_length, scales=scales, device=self.device)

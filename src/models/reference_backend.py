@@ -16,6 +16,8 @@ which outputs are turned back. ``decode`` reads nothing else, its own row includ
 there is has the rows of its own call as they were before, and earlier ones from the records; beside a main copy it
 reads that.
 
+An FP8 mirror is made of the rows of its main copy, and read by ``decode`` alone.
+
 QK4PV8 records are written first and then read, by prefill and ``decode`` alike, and multiplied as their kernels do
 (``models.reference_attention``); so is an FP8 cache in a prefill with ``attention="fp8/fp8"``.
 """
@@ -50,6 +52,7 @@ from epicute.models.reference_attention import attend_mixed, multiplied_queries
 from epicute.models.reference_records import (
     read_cells,
     read_int4,
+    read_mirror,
     read_qk4pv8,
     slots_of,
     spans,
@@ -340,6 +343,8 @@ class ReferenceBackend:
             elif cache.int4 is not None and (step or cache.spec.int4 == "only"):
                 own = None if step else (rows[0][mine], rows[1][mine])
                 found[mine] = self._over_int4(some, own, layer, cache, slots)
+            elif cache.fp8 is not None and step:
+                found[mine] = self._plain(some, *read_mirror(cache, layer, slots))
             else:
                 found[mine] = self._over_main(some, layer, cache, slots, step)
         return found
@@ -433,6 +438,8 @@ def _place(
     k, v = (store(x, spec.dtype).unflatten(1, (spec.kv_heads, spec.head_dim)) for x in (k, v))
     if cache.int4 is not None:
         cache.int4.write(layer, k.to(spec.dtype), v.to(spec.dtype), slots)
+    if cache.fp8 is not None:
+        cache.fp8.write(layer, k.to(spec.dtype), v.to(spec.dtype), slots)
     return k, v
 
 

@@ -20,6 +20,7 @@ from epicute.quant.smoothing import centre, sequence_means
 __all__ = [
     "read_cells",
     "read_int4",
+    "read_mirror",
     "read_qk4pv8",
     "slots_of",
     "spans",
@@ -81,6 +82,13 @@ def read_int4(cache: KVCache, layer: int, slots: Tensor) -> tuple[Tensor, Tensor
     """The same of INT4 records, still rotated."""
     assert cache.int4 is not None
     k, v = cache.int4.read(layer, slots)
+    return k.to(torch.float64), v.to(torch.float64)
+
+
+def read_mirror(cache: KVCache, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of the FP8 mirror."""
+    assert cache.fp8 is not None
+    k, v = cache.fp8.read(layer, slots)
     return k.to(torch.float64), v.to(torch.float64)
 
 

@@ -42,6 +42,7 @@ from tests.gemm.policies import (
     blended,
     centred,
     clipped_to_largest,
+    rounded_away,
     sheared,
     shifted,
     soft_cap,
@@ -313,6 +314,7 @@ def _skeletons() -> Iterator[Skeleton]:
         centred=lambda n, k: centred() >> Store(FP32),
         clipped=lambda n, k: clipped_to_largest() >> Store(BF16),
         watched=lambda n, k: shifted() >> watched(),
+        rounded=lambda n, k: shifted() >> rounded_away(),
     )
     yield from _of("user", exact=False, soft_cap=lambda n, k: soft_cap(cap=30.0) >> Store(BF16))
     yield from _of("user", blended=lambda n, k: blended(floor=-1.0) >> EmitFP8())

@@ -81,6 +81,12 @@ def watched(x, ctx):
     ctx.store("copy", x)
 
 
+@tap(copy=Output(dtype=torch.bfloat16), lost=Output(dtype=FP32))
+def rounded_away(x, ctx):
+    """A copy in BF16, and what that lost."""
+    ctx.store("lost", x - ctx.store("copy", x))
+
+
 @tap(top=Maximum, bad=Counter, divisor=Scalar)
 def suspected(x, ctx):
     """The largest of all, and how many are NaN once divided."""

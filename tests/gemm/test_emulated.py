@@ -89,6 +89,15 @@ CASES = {
         260,
         1,
     ),
+    "what the last policy stored, as stored": (
+        "user.rounded",
+        "fp16",
+        100,
+        72,
+        "128x64c1",
+        70,
+        1,
+    ),
     "heads that turn alike, row by row": (
         "qkv.64.half.fp8",
         "bf16",

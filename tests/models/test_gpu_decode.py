@@ -23,6 +23,7 @@ from epicute.models.decode_step import DecodeStep
 from epicute.testing import assert_equal_bits
 from tests.models.decode_blocks import CACHES, WEIGHTS, Scene
 from tests.models.layers import inv_freq
+from tests.models.replays import Replays, Walk
 
 pytestmark = pytest.mark.gpu
 
@@ -238,6 +239,27 @@ def test_cg_04_replays_with_changing_lengths(weights: str, cache: str) -> None:
         assert_equal_bits(out.values, wanted[number], f"{batches[number]}")
     for number, lengths in enumerate(batches):
         assert (wanted[number].cpu()[[n == 0 for n in lengths]] == 0).all()
+
+
+WALKS = (
+    *(Walk(0, 1200), Walk(0, 299, 1), Walk(200, 264, 36), Walk(3900, 4300), Walk(0, 1, 7)),
+    *(Walk(60, 65), Walk(250, 262), Walk(4095, 4098), Walk(0, 0, 1)),
+)
+"""Periods of 1200 and its divisors: edges of pages and parts, long contexts, first tokens, and one that never comes."""
+
+MANY_REPLAYS = 10_000
+
+
+@pytest.mark.parametrize(
+    ("weights", "cache"),
+    [("bf16", "bf16"), ("fp8", "fp8"), ("int4", "int4"), ("int4", "qk4pv8")],
+)
+def test_cg_04_requests_grow_for_ten_thousand_replays(weights: str, cache: str) -> None:
+    """One graph; positions go on between replays, on the device. What a step sees repeats every 1200 replays, and
+    result and cache repeat to the bit; the last one is the layer in float64.
+    """
+    at = scene("SmolLM2", weights, cache, Replays.lengths(WALKS), pages=68)
+    Replays(at, at.plan(max_len=2**20, prefetch=True), WALKS).run(MANY_REPLAYS)
 
 
 def test_layers_chain() -> None:

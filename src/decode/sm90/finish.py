@@ -88,12 +88,12 @@ class FewRowDriver(Driver):
                 place = FewRowPlace(self, tile, (r, u, index, first + row, lane), alive)
                 place.work = Work(self._defers(), None, tile.m)
                 found = self._lanes(base, blocks, u * self.unit - p * size, row, place.lane)
-                for i, step in enumerate(span.head):
-                    found = self._step(step, found, place, i == len(span.steps) - 1)
+                for step in span.head:
+                    found = self._step(step, found, place)
                 for block in mine:
                     some = [found[i] for i in block.lanes]
-                    for i, step in enumerate(block.steps):
-                        some = self._step(step, some, place, i == len(block.steps) - 1)
+                    for step in block.steps:
+                        some = self._step(step, some, place)
                 place.work.settle()
 
             if parts == 1:
