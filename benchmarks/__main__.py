@@ -105,15 +105,18 @@ LENGTHS_OF = {
 
 RESUMED = (
     *("attention", "prefill-layer", "packed-prefill", "prefill-model", "search"),
-    *("decode-layer", "decode-ablation"),
+    *("projections", "decode-layer", "decode-ablation"),
 )
 """Tables that may take several runs; the shapes that matter most come first."""
 
 SHARDED = ("gemm", "search")
+READING = ("projections", "decode-attention", "decode-layer", "decode-ablation", "qk4pv8-decode")
 BRIEF: dict[str, dict[str, Any]] = {
     "search": {"rounds": 3},
+    **{name: {"lead_us": 10000.0, "slice_us": 10000.0} for name in READING},
 }
-"""Fewer rounds of tables with many candidates. Slices stay: short ones rank ping-pong too high."""
+"""Fewer rounds of tables with many candidates, whose slices stay: short ones rank ping-pong too high. Shorter slices
+of what reads and hardly multiplies, which does not reach the power limit."""
 
 SUMMARIES = {
     "search": search.summary,

@@ -26,6 +26,7 @@ from benchmarks.floors import BANDWIDTH
 from benchmarks.harness import Options, Session, fill
 from benchmarks.ours import once
 from benchmarks.provenance import Provenance
+from benchmarks.resume import Progress
 from benchmarks.stream import reading
 from benchmarks.table import Row, Table
 from benchmarks.timing import Run, Timer, copies_for
@@ -365,11 +366,16 @@ def cases(options: Options) -> Iterator[Few | Chain]:
                 yield Chain(SHAPES[name], m, weights, options)
 
 
+def progress_of(options: Options) -> Progress:
+    """That of the options; here a case has one row, of one format."""
+    return replace(options.progress, identity=dict)
+
+
 def kernels(options: Options) -> Iterator[Any]:
     """Every kernel the table runs, each once."""
 
     def described() -> Iterator[Any]:
-        for found in cases(options):
+        for found in progress_of(options).left(cases(options), 1):
             parts = [found] if isinstance(found, Few) else found.parts.values()
             for part in parts:
                 yield part.kernel()
@@ -383,4 +389,6 @@ def table(options: Options, timer: Timer, source: Provenance, folder: Path) -> T
     """Measure every case and write ``projections.json`` into ``folder``."""
     path = folder / "projections.json"
     found = Table("projections", PAPER, options.protocol, FLOOR, source, path)
-    return fill(found, cases(options), measure, timer, options.rounds)
+    progress = progress_of(options)
+    left = progress.left(cases(options), 1)
+    return fill(found, left, measure, timer, options.rounds, progress)

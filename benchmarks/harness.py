@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.check import Error
 from benchmarks.power import Reading
-from benchmarks.resume import Progress, of_case, place
+from benchmarks.resume import Progress, place
 from benchmarks.table import Row, Table, label
 from benchmarks.timing import Run, Slice, Timer
 
@@ -252,8 +252,8 @@ def fill(
         except Exception as error:
             found = [Row(case.case, None, 0.0, failed={"ours": told(error)})]
         if progress is not None:
-            mine = of_case(case.case)
-            table.drop(lambda row, mine=mine: of_case(row) == mine)  # type: ignore[misc]
+            same, mine = progress.identity, progress.identity(case.case)
+            table.drop(lambda row, same=same, mine=mine: same(row) == mine)  # type: ignore[misc]
         for row in found:
             table.add(row)
         del case

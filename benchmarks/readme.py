@@ -7,9 +7,12 @@
 |---|---|
 | status | what exists, and what of it GPU tests have covered |
 | planned | what does not exist yet |
-| summary | geometric mean, least and most of peer over ours, per table, format and accumulation |
+| summary | geometric mean, least and most of peer over ours, per table, format and accumulation, or in a line or two |
 | gemm, epilogue, calls, accuracy, layer-accuracy | every row of the table of that name |
 | attention, prefill-layer, packed-prefill, prefill-model | the same, with rates and footprints |
+| decode-attention, decode-ablation, cache-write, qk4pv8-decode, qk4pv8-prefill | the same |
+| projections, decode-layer | columns of their own, then every row |
+| counters | what the card counted, a line for each launch |
 | power | clock, power and share of the peak at that clock of every measurement of the table gemm |
 | perplexity, outliers | every row of the tables that the CPU references compute |
 | gpu-tests | passed, failed and skipped per test file |
@@ -34,6 +37,7 @@ from benchmarks.floors import FLOP_PER_CLOCK, PEAK, SMS, nominal_mhz
 from benchmarks.mixes import padding
 from benchmarks.points import Point, points
 from benchmarks.provenance import ROOT
+from benchmarks.shown import COLUMNS, LINES, counted, validate_counters
 from benchmarks.table import KEYS, KEYS_OF, geometric_mean, label, ratios, validate
 from benchmarks.work import UNITS, rate
 from epicute.errors import ArgumentError, require
@@ -47,7 +51,13 @@ SUMMED = ("gemm", "epilogue")
 MODELS = ("attention", "prefill-layer", "packed-prefill", "prefill-model")
 """Tables that the summary has once they are measured."""
 
-TABLES = (*SUMMED, "calls", "accuracy", *MODELS, "layer-accuracy")
+COUNTERS = "counters"
+"""A table without times, of a schema of its own."""
+
+SAID = tuple(name for name in LINES if name != COUNTERS)
+"""Tables that the summary says a line or two of, once they are measured."""
+
+TABLES = (*SUMMED, "calls", "accuracy", *MODELS, "layer-accuracy", *SAID)
 REFERENCES = ("perplexity", "outliers")
 """Tables that no GPU computes; they have a folder of their own."""
 
@@ -85,7 +95,9 @@ class Results:
         if not path.is_file():
             return None
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if name != GPU_TESTS:
+        if name == COUNTERS:
+            validate_counters(found)
+        elif name != GPU_TESTS:
             validate(found)
         return found
 
@@ -282,7 +294,22 @@ def summary(results: Results) -> str:
             parts.append(_ratios(table))
         elif name in SUMMED:
             parts.append(absent(name))
+    for name in LINES:
+        if (table := results.read(name)) is not None:
+            parts.append(_lines(name, table))
     return "\n\n".join(parts)
+
+
+def _lines(name: str, table: Mapping[str, Any]) -> str:
+    """A table in a line or two, and where its numbers come from."""
+    said = LINES[name](table) or ["no case that has both times"]
+    return f"**{name}**: {'; '.join(said)}. {source(table)}{_lost(table)}"
+
+
+def _lost(table: Mapping[str, Any]) -> str:
+    """How many cases of ours failed, behind what is said of the others."""
+    failed = sum("ours" in row.get("failed", {}) for row in table["rows"])
+    return f" Cases of ours that failed: {failed}." if failed else ""
 
 
 def _ratios(table: Mapping[str, Any]) -> str:
@@ -291,10 +318,8 @@ def _ratios(table: Mapping[str, Any]) -> str:
         (*key, *(f"{x:.2f}×" for x in (geometric_mean(r), min(r), max(r))), str(len(r)))
         for key, r in sorted(ratios(table["rows"], keys).items())
     ]
-    failed = sum(row["ours_us"] is None for row in table["rows"])
-    lost = f" Cases of ours that failed: {failed}." if failed else ""
     heads = (*keys, "peer", "peer's time over ours", "least", "most", "cases")
-    title = f"**{table['table']}**: {table['paper']}. {source(table)}{lost}"
+    title = f"**{table['table']}**: {table['paper']}. {source(table)}{_lost(table)}"
     return f"{title}\n\n{markdown(heads, rows)}"
 
 
@@ -308,6 +333,8 @@ def whole(name: str) -> Callable[[Results], str]:
         rows = table["rows"]
         timed = any(row["ours_us"] or row["peers_us"] for row in rows)
         parts = [source(table)]
+        if name in COLUMNS:
+            parts.append(markdown(*COLUMNS[name](table)))
         if timed or not any("errors" in row for row in rows):
             parts += _times(name, rows)
         if any("errors" in row for row in rows):
@@ -486,6 +513,16 @@ def _powers(weights: str, accumulate: str, found: list[Point]) -> str:
     return markdown(heads, body)
 
 
+def counters(results: Results) -> str:
+    """What the card counted of each launch."""
+    table = results.read(COUNTERS)
+    if table is None:
+        return absent(COUNTERS)
+    return "\n\n".join(
+        [source(table), markdown(*counted(table)), f"Protocol: {table['protocol']}."]
+    )
+
+
 def gpu_tests(results: Results) -> str:
     """Passed, failed and skipped per test file."""
     tests = results.read(GPU_TESTS)
@@ -512,6 +549,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "summary": summary,
     GPU_TESTS: gpu_tests,
     "power": power,
+    COUNTERS: counters,
     **{name: whole(name) for name in (*TABLES, *REFERENCES)},
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -85,19 +85,21 @@ class Progress:
         deadline: of ``time.monotonic``; None for no end.
         longest: seconds of the longest case so far.
         passed: cases that there was no time for.
+        identity: the fields that tell cases apart.
     """
 
     rows: Sequence[dict[str, Any]] = ()
     deadline: float | None = None
     longest: float = 0.0
     passed: int = 0
+    identity: Callable[[Mapping[str, Any]], dict[str, Any]] = of_case
 
     def left(self, cases: Iterable[C], count: int) -> Iterator[C]:
         """Those that have not all of their ``count`` rows yet."""
 
         def open_(case: C) -> bool:
-            wanted = of_case(case.case)
-            found = [row for row in self.rows if of_case(row["case"]) == wanted]
+            wanted = self.identity(case.case)
+            found = [row for row in self.rows if self.identity(row["case"]) == wanted]
             return len(found) < count or any("failed" in row for row in found)
 
         return filter(open_, cases)  # which holds none of them, and with it its memory, any longer

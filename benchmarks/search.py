@@ -219,7 +219,7 @@ def table(options: Options, timer: Timer, source: Provenance, folder: Path) -> T
     wanted = list(left(options))
     again = [identity(case.case) for case in wanted]
     kept = [row for row in options.progress.rows if identity(row["case"]) not in again]
-    progress = replace(options.progress, rows=kept)
+    progress = replace(options.progress, rows=kept, identity=identity)
     return fill(found, wanted, measure, timer, options.rounds, progress)
 
 

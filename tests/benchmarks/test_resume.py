@@ -123,6 +123,21 @@ def test_a_run_ends_in_time(
     assert len(run(source, tmp_path, CASES).rows) == 8
 
 
+def test_formats_that_are_cases_of_their_own_keep_their_rows(
+    source: Provenance, tmp_path: Path
+) -> None:
+    """As in projections and search: measuring one does not take the other's row away."""
+    cases = [{**CASES[0], "weights": w} for w in ("bf16", "fp8")]
+
+    def measure(case: Case, session: Session) -> list[Row]:
+        return [Row(case.case, 1.0, 0.5)]
+
+    table = run(source, tmp_path, cases, progress=Progress(identity=dict), measure=measure)
+    assert len(table.rows) == 2
+    progress = Progress(table.rows, identity=dict)
+    assert not list(progress.left(map(Case, cases), 1))
+
+
 def test_no_time_at_all_keeps_what_is_there(source: Provenance, tmp_path: Path) -> None:
     run(source, tmp_path, CASES[:1])
     rows = earlier_rows([tmp_path / "t.json"], source, PROTOCOL)
