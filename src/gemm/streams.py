@@ -103,42 +103,29 @@ def fill(
 
 
 def prefetch(
-    plan: StreamPlan | None, layout: ArgumentLayout, arguments: Any, tile_m: int, m: Any, n: Any
+    plan: StreamPlan | None, box_bytes: int, matrix: tuple[Any, ...], m: Any, n: Any
 ) -> None:
-    """A warp fetches a tile's part of the operand into L2, row by row."""
+    """Fetch a tile's boxes into L2; ``matrix`` is what ``stream_atom`` returned."""
     assert plan is not None
-    spec = layout[plan.name]
-    per_vector, most = VECTOR // plan.size, plan.boxes * plan.columns
-    first = Int32(n) * most
-    left = Int32(int(spec.shape[1]) // per_vector * per_vector) - first
-    count = cutlass.min(left, Int32(most)) * plan.size
-    address = arguments[spec.at("address")] + Int64(first) * plan.size
-    stride = arguments[spec.at("row_stride")]
-    lane = Int32(cute.arch.lane_idx())
-    for i in range(-(-tile_m // WARP)):
-        row = Int32(m) * tile_m + (lane + i * WARP)
-        inside = (row < Int32(arguments[2])) & (count > 0)
-        fetch_if(address + Int64(row) * stride, count, inside)
-
-
-@cute.jit
-def fetch_if(address: Int64, count: Int32, condition: cutlass.Boolean) -> None:
-    """Fetch ``count`` bytes, a multiple of 16, into L2 where ``condition``."""
-    if condition:
-        fetch(address, count)
-
-
-def fetch(address: Any, count: Any) -> None:
-    """Fetch ``count`` bytes into L2."""
-    llvm.inline_asm(
-        None,
-        [address.ir_value(), count.ir_value()],
-        "cp.async.bulk.prefetch.L2.global [$0], $1;",
-        "l,r",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
+    atom, tensor = matrix
+    tiles = cute.local_tile(tensor, (box_bytes // plan.box, plan.columns), (None, None))
+    _, source = cpasync.tma_partition(
+        atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(_nowhere(plan, box_bytes), 0, 2),
+        cute.group_modes(tiles, 0, 2),
     )
+    with cute.arch.elect_one():
+        for box in range(plan.boxes):
+            cute.prefetch(atom, source[None, m, n * plan.boxes + box])
+
+
+def _nowhere(plan: StreamPlan, box_bytes: int) -> Any:
+    """A box in shared memory that is never touched: ``tma_partition`` wants to know its shape."""
+    pointer = cute.make_ptr(DSL_DTYPES[plan.dtype], 0, cute.AddressSpace.smem, assumed_align=1024)
+    shape = (box_bytes // plan.box, plan.columns)
+    return cute.make_tensor(pointer, cute.make_layout(shape, stride=(shape[1], 1)))
 
 
 class Stream:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.epilogues.model import assert_same
@@ -12,6 +14,7 @@ from tests.gemm.emulated import EmulatedJob, code_of
 from tests.gemm.jobs import compare
 from tests.ptx import copies
 from tests.ptx.access import lanes_of
+from tests.ptx.program import PARAMS
 
 pytestmark = pytest.mark.compile
 
@@ -142,20 +145,24 @@ def test_maxima_and_counters_of_awkward_values(name: str, schedule: str) -> None
         assert_same(found[key], value, key)
 
 
-def test_a_residual_is_fetched_once_and_no_byte_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every row of a matrix that ends within its tiles, both ways, and nothing of the gaps between rows."""
-    fetched: list[tuple[int, int]] = []
+def test_a_residual_is_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every element of a matrix that ends within its tiles, both ways, is in one box that goes into L2."""
+    fetched: list[np.ndarray[Any, Any]] = []
     make = copies.make
 
     def watched(handlers: Any, x: Any) -> Any:
-        if not x.opcode.startswith("cp.async.bulk.prefetch"):
+        if not x.opcode.startswith("cp.async.bulk.prefetch.tensor"):
             return make(handlers, x)
-        address = handlers.operands.address(x.operands[0])
-        size = handlers.operands.value(x.operands[1], "u32")
+        found = re.fullmatch(r"\[\s*([^,\s]+)\s*,\s*\{(.*)\}\s*\]", x.operands[0])
+        assert found is not None
+        table = handlers.operands.address(f"[{found[1]}]")
+        start = [handlers.operands.value(c.strip(), "s32") for c in found[2].split(",")]
 
         def step(w: Any, m: Any) -> None:
             for lane in lanes_of(m):
-                fetched.append((int(address(w)[lane]), int(size(w)[lane])))
+                matrix = w.cta.cluster.maps[int(table(w)[lane]) - PARAMS]
+                addresses, inside = matrix.elements(tuple(int(c(w)[lane]) for c in start))
+                fetched.append(addresses[inside])
 
         return step
 
@@ -166,18 +173,11 @@ def test_a_residual_is_fetched_once_and_no_byte_beyond(monkeypatch: pytest.Monke
     job.run(seed=1)
     code_of.cache_clear()
     residual = job.operands["residual"]
-    pitch, width = 2 * residual.stride(0), 2 * residual.shape[1]
-    bytes_of = [set[int]() for _ in range(len(residual))]
-    for address, size in fetched:
-        assert size % 16 == address % 16 == 0
-        row, first = divmod(address - residual.data_ptr(), pitch)
-        new = set(range(first, first + size))
-        assert not bytes_of[row] & new
-        bytes_of[row] |= new
-    assert pitch > width
-    assert all(row == set(range(width)) for row in bytes_of)
-
-
+    rows, columns = residual.shape
+    assert residual.stride(0) > columns
+    places = np.arange(rows)[:, None] * residual.stride(0) + np.arange(columns)
+    wanted = residual.data_ptr() + 2 * places.ravel()
+    assert np.array_equal(np.sort(np.concatenate(fetched)), wanted)
 def check(case: Case, rows: int, clusters: int, **options: object) -> None:
     job = EmulatedJob(case, rows, clusters)
     wanted = job.expected()
