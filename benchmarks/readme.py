@@ -294,16 +294,17 @@ def summary(results: Results) -> str:
             parts.append(_ratios(table))
         elif name in SUMMED:
             parts.append(absent(name))
-    for name in LINES:
+    return "\n\n".join([*parts, *_lines(results)])
+
+
+def _lines(results: Results) -> list[str]:
+    """Tables in a line or two, below where their numbers come from."""
+    found: dict[str, list[str]] = {}
+    for name, lines in LINES.items():
         if (table := results.read(name)) is not None:
-            parts.append(_lines(name, table))
-    return "\n\n".join(parts)
-
-
-def _lines(name: str, table: Mapping[str, Any]) -> str:
-    """A table in a line or two, and where its numbers come from."""
-    said = LINES[name](table) or ["no case that has both times"]
-    return f"**{name}**: {'; '.join(said)}. {source(table)}{_lost(table)}"
+            said = "; ".join(lines(table)) or "no case that has both times"
+            found.setdefault(source(table), []).append(f"- **{name}**: {said}.{_lost(table)}")
+    return [f"{where.removesuffix('.')}:\n\n" + "\n".join(said) for where, said in found.items()]
 
 
 def _lost(table: Mapping[str, Any]) -> str:
@@ -427,10 +428,13 @@ def _rows(name: str, peers: Sequence[str], rows: Sequence[Mapping[str, Any]]) ->
 
 
 PACKED = "packed-prefill"
+CHAIN = "chain"
+"""Projections one after the other, whose numbers are looked at and not compared: the rows of each have errors."""
 
 
 def _row(name: str, peers: Sequence[str], row: Mapping[str, Any]) -> tuple[str, ...]:
-    ours, floor, error = row["ours_us"], row["floor_us"], row["error"]
+    ours, floor = row["ours_us"], row["floor_us"]
+    error = None if row["case"].get("variant") == CHAIN else row["error"]
 
     def speed(time: float | None) -> list[str]:
         if name not in UNITS:
