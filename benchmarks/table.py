@@ -310,7 +310,10 @@ def geometric_mean(ratios: Iterable[float]) -> float:
 
 def label(case: Mapping[str, Any]) -> str:
     """A case in a few words, in the schema's order; sizes last."""
-    sizes = "×".join(str(case[key]) for key in SIZES if key in case)
+    found = [key for key in SIZES if key in case]
+    sizes = "×".join(str(case[key]) for key in found)
+    if len(found) == 1:
+        sizes = f"{found[0]} {sizes}"
     words = [
         str(case[key]) if key in PLAIN else f"{key} {case[key]}"
         for key in CASE
