@@ -74,11 +74,11 @@ def marlin(x: list[Tensor], codes: Tensor, scale: Tensor, copies: int) -> Run:
     """``marlin_gemm`` with FP32 reduction."""
     ops, (n, k), m = vllm(), codes.shape, x[0].shape[0]
     nothing = torch.empty(0, dtype=torch.int32, device=codes.device)
-    names = [a.name for a in ops.gptq_marlin_repack.default._schema.arguments]
-    given: tuple[Any, ...] = (along_k(codes), nothing, k, n, 4)
-    if len(names) > len(given):
-        given += (False,)
-    weights = clones(ops.gptq_marlin_repack(*given), copies)
+    known = {"b_q_weight": along_k(codes), "perm": nothing, "size_k": k, "size_n": n}
+    known |= {"num_bits": 4, "is_a_8bit": False}
+    repack = ops.gptq_marlin_repack  # whose arguments are not the same in every release
+    given = [known[a.name] for a in repack.default._schema.arguments]
+    weights = clones(repack(*given), copies)
     order = torch.tensor(PERMUTED, device=codes.device)
     permuted = scale.T.reshape(-1, 64)[:, order].reshape(k // GROUP, n).contiguous()
     scales = clones(permuted, copies)

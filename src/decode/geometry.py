@@ -26,13 +26,14 @@ from epicute.layouts import BLOCK, Record, operand_position
 
 __all__ = [
     "BAND",
+    "FINISHERS",
     "MMAS",
     "RECORD_BYTES",
     "TILES",
     "WARPS",
     "block_rows",
-    "epilogue_task",
     "epilogue_tasks",
+    "finisher",
     "lane_blocks",
     "operand_place",
     "partial_place",
@@ -60,6 +61,9 @@ WARPS = 8
 
 VECTOR = 8
 """16-bit elements of a 16-byte vector of activations."""
+
+FINISHERS = 3
+"""Warps that run epilogues."""
 
 MMAS = ("sync", "wgmma")
 """Instructions that multiply: ``mma.sync`` of a warp, and the warpgroup's with A in registers, B in shared memory."""
@@ -138,12 +142,13 @@ def epilogue_tasks(rows: int) -> int:
     return max(rows // 8, 1)
 
 
-def epilogue_task(warp: Any, turn: Any, rows: int) -> Any:
-    """Which part of the epilogue of a CTA's ``turn``-th tile a warp does; none where it is not below the tasks.
+def finisher(warp: Any, turn: Any, rows: int) -> Any:
+    """The first part of the epilogue of a CTA's ``turn``-th tile that a warp of ``FINISHERS`` does; every
+    ``FINISHERS``-th behind it is its too, and none where that is not below the tasks.
 
-    Warps take turns, so that those that have no part in it go on with the next tile.
+    Warps take turns, so that epilogues of a few rows run beside each other.
     """
-    return (warp + WARPS - turn * epilogue_tasks(rows) % WARPS) % WARPS
+    return (warp + FINISHERS - turn * epilogue_tasks(rows) % FINISHERS) % FINISHERS
 
 
 def lane_blocks(span: ResolvedRange) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from epicute.decode.geometry import MMAS
+from epicute.decode.geometry import MMAS, epilogue_tasks, shares_of
 from epicute.decode.schedule import (
     CLUSTERS,
     FewRowProblem,
@@ -48,11 +48,20 @@ PRODUCTS = {
 INGRESS = 100e3
 """Bytes that one SM takes in per microsecond from L2 and memory together."""
 
-COPY = 45e3
+COPY = 35e3
 """Bytes of x that one SM copies per microsecond: 32 KB under way, of an L2 that all SMs ask at once."""
 
-EXCHANGE = {1: 0.0, 2: 0.4, 4: 0.6, 8: 0.9}
-"""Microseconds at the end of a kernel for the exchange of sums in a cluster."""
+SENT = {1: 60e3, 2: 30e3, 4: 20e3, 8: 15e3}
+"""Bytes of partial sums that the consumers of one SM hand on per microsecond, by CTAs of a cluster."""
+
+FINISH = 0.4
+"""Microseconds of an epilogue's eight rows, of which three warps do a share each."""
+
+START = {1: 1.5, 2: 0.5}
+"""Microseconds until the first products, by CTAs on an SM: with two, the kernel before is still at work."""
+
+END = {1: 1.0, 2: 1.6, 4: 1.8, 8: 2.2}
+"""Microseconds at the end of a kernel: the last sums' way and their epilogue."""
 
 
 @lru_cache(maxsize=1024)
@@ -120,7 +129,8 @@ def _fitted(
         if left < 0:
             continue
         shared = Shared(problem, tried)
-        sums = min(1 + left // shared.exchange, tried.wide)
+        kept = max(flight + 1 - tried.slots, 0) * slot
+        sums = min(1 + max(left - kept, 0) // shared.exchange, max(tried.wide, 2))
         left -= (sums - 1) * shared.exchange
         more = max(left - margin, 0) // shared.chunk if chunks == 0 else 0
         # A copy that takes longer than the ring's filling keeps the memory waiting.
@@ -155,6 +165,8 @@ def expected_microseconds(problem: FewRowProblem, schedule: FewRowSchedule) -> f
     exposed = max(x / COPY - ring, 0.0)
     busy = work if whole else work + x / COPY - exposed
     stream = max(problem.records.nbytes / STREAM, weights / PER_SM, (weights + x) / INGRESS)
-    # Sums of tiles that are held together are exchanged in turns that nothing hides.
-    turns = -(-rounds // schedule.wide) * (-(-schedule.wide // schedule.sums) - 1) + 1
-    return max(stream, busy) + exposed + turns * EXCHANGE[cluster]
+    sums = 4 * shares_of(record.bits, schedule.mma) * schedule.rows * problem.tile
+    busy += rounds * sums / SENT[cluster]
+    finish = rounds * epilogue_tasks(schedule.owned) * FINISH
+    fixed = START[schedule.resident] + END[cluster]
+    return max(stream, busy, finish) + exposed + fixed

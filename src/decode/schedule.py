@@ -42,7 +42,7 @@ STAGED = 2
 BARRIERS = 2 * STAGED
 """Barriers of the staged operands; each buffer of sums has two more."""
 
-HELD = {"sync": 96, "wgmma": 160}
+HELD = {"sync": 80, "wgmma": 136}
 """Registers of a thread for sums that are held while x is read; of ``wgmma``, those of products under way too."""
 
 WIDEST = 8
@@ -120,7 +120,8 @@ class FewRowSchedule:
         late: start the next kernel when this one's last weights are under way, not at once. Slower: CTAs of one kernel
             then crowd some SMs and leave others idle, which is what tests of the ring want.
         wide: tiles whose sums a CTA holds in registers while it goes once along k, where x is read again for each: x is
-            read that many times less. sums: of their partial sums that are exchanged at once.
+            read that many times less. sums: buffers of a tile's partial sums: with two, the sums of a tile are added
+            up while those of the next are sent.
         mma: ``"sync"``, each warp by itself with `mma.sync`, or ``"wgmma"``, two warpgroups with the weights as the
             register operand of `wgmma`, from the same packed bytes.
     """
@@ -188,13 +189,7 @@ class FewRowSchedule:
             f"1 to {limit}, beyond 1 where x is read again",
             fix,
         )
-        require(
-            1 <= self.sums <= self.wide,
-            "schedule.sums",
-            self.sums,
-            f"1 to {self.wide}, the tiles held",
-            fix,
-        )
+        require(1 <= self.sums <= WIDEST, "schedule.sums", self.sums, f"1 to {WIDEST} buffers", fix)
         size, limit = Shared(problem, self).size, room(target, self.resident)
         require(
             size <= limit,

@@ -388,7 +388,7 @@ class KVCache:
         for row, (_, pages) in enumerate(mark):
             taken, self._owned[row] = self._owned[row][pages:], self._owned[row][:pages]
             self._free += reversed(taken)
-            self.page_table[row, pages : pages + len(taken)] = -1
+            self.page_table[row, pages : pages + len(taken)].fill_(-1)
         self.lengths.sub_(self._sent(added, torch.int32))
 
     def owners(self, page_table: torch.Tensor) -> torch.Tensor:
@@ -407,12 +407,13 @@ class KVCache:
         """
         self._rows_of([0], [row])
         self._held[row] = 0
-        self.lengths[row] = 0
-        self.step_waiting[row] = 0
+        # A number that is assigned to an element is copied from the host, which waits; filling a view does not.
+        self.lengths[row].fill_(0)
+        self.step_waiting[row].fill_(0)
         if not self._fixed:
             self._free += reversed(self._owned[row])
             self._owned[row] = []
-            self.page_table[row] = -1
+            self.page_table[row].fill_(-1)
 
     def reset(self) -> None:
         """Forget all requests, and set the counters to zero."""

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from epicute.decode.geometry import (
     BAND,
+    FINISHERS,
     MMAS,
     OPERAND_ROW,
     WARPS,
     block_rows,
-    epilogue_task,
     epilogue_tasks,
+    finisher,
     lane_blocks,
     operand_place,
     partial_place,
@@ -152,12 +153,12 @@ def test_the_epilogue_reads_sums_without_bank_conflicts(tile: int) -> None:
 
 @given(st.integers(0, 100), st.sampled_from([1, 2, 4, 8, 16, 32, 64]))
 def test_each_part_of_an_epilogue_has_one_warp(turn: int, rows: int) -> None:
-    tasks = [epilogue_task(w, turn, rows) for w in range(WARPS)]
-    assert sorted(tasks) == list(range(WARPS))
-    assert epilogue_tasks(rows) <= WARPS
-    first = tasks.index(0)
-    following = [epilogue_task(w, turn + 1, rows) for w in range(WARPS)].index(0)
-    assert (following - first) % WARPS == epilogue_tasks(rows) % WARPS
+    tasks = epilogue_tasks(rows)
+    firsts = [finisher(w, turn, rows) for w in range(FINISHERS)]
+    done = [task for first in firsts for task in range(first, tasks, FINISHERS)]
+    assert sorted(done) == list(range(tasks))
+    following = [finisher(w, turn + 1, rows) for w in range(FINISHERS)].index(0)
+    assert (following - firsts.index(0)) % FINISHERS == tasks % FINISHERS
 
 
 @settings(max_examples=60)

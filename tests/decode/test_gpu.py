@@ -328,7 +328,8 @@ def test_the_rings_hand_over_a_hundred_thousand_times(late: bool, crowd: int, mm
     plan = FewRowsPlan({8: kernel})
     plan.admit(packed)
     x = torch.randn(4, case.n, device=DEVICE).to(BF16)
-    steps = [torch.empty_like(x) for _ in range(40)]  # each some six times the one before: still finite
+    # Each is some six times the one before: forty stay finite.
+    steps = [torch.empty_like(x) for _ in range(40)]
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     plan._devices[torch.cuda.current_device()] = crowd * processors
 
@@ -355,6 +356,18 @@ def test_the_rings_hand_over_a_hundred_thousand_times(late: bool, crowd: int, mm
         graph.replay()
         wrong += (torch.stack(steps) != wanted).sum()
     assert int(wrong) == 0
+
+
+@pytest.mark.parametrize("cluster", [2, 4, 8])
+@pytest.mark.parametrize("format", ["int4", "bf16"])
+@pytest.mark.parametrize("mma", MMAS)
+def test_sums_of_many_tiles_cross_a_cluster(mma: str, format: str, cluster: int) -> None:
+    """28 rounds of an exchange whose buffers are used again and again; whole numbers, so bit for bit, twenty times."""
+    changes = (("cluster", cluster), ("resident", 1), ("mma", mma), ("conversion", "registers"))
+    case = Few(compose(Store(BF16)), 28672, 1024, format, 64, changes=changes)
+    plan = planned(case, DEVICE)
+    for seed in range(20):
+        FewJob(case, 64, seed, DEVICE).run(plan)
 
 
 @pytest.mark.parametrize("m", [16, 32, 64])

@@ -173,7 +173,7 @@ def simple(k: int = 4096) -> FewRowProblem:
         ({"mma": "wgmma", "conversion": "bias"}, "schedule.conversion"),
         ({"wide": 2}, "schedule.wide"),
         ({"wide": 17, "chunks": 1}, "schedule.wide"),
-        ({"resident": 1, "wide": 2, "chunks": 1, "sums": 3}, "schedule.sums"),
+        ({"resident": 1, "sums": 9}, "schedule.sums"),
         ({"sums": 0}, "schedule.sums"),
     ],
 )
@@ -190,13 +190,13 @@ def test_what_does_not_fit_is_refused(changes: dict, named: str) -> None:
 def test_published_layers_are_expected_near_their_bytes(
     shape: str, layer: str, format: str
 ) -> None:
-    """By the model: M = 32 within a tenth and some µs of a plain stream, M = 64 within 2.3 times."""
+    """By the model: few rows within a tenth and the end of a plain stream; at M = 64 sums take longer than bytes."""
     n, k = projections(SHAPES[shape])[layer]
     bits = {"int4": 4, "fp8": 8, "bf16": 16}[format]
     records = Records.of(n, k, bits, 128 if bits == 4 else 0, False, TILES, RECORD_BYTES)
     problem = FewRowProblem(records, k, 64, 64, torch.bfloat16, (1, 0, 0))
     floor = records.nbytes / STREAM
-    for rows, factor, fixed in ((8, 1.05, 1.0), (16, 1.1, 1.0), (32, 1.1, 2.2), (64, 2.3, 3.2)):
+    for rows, factor, fixed in ((8, 1.1, 3.5), (16, 1.4, 4.5), (32, 1.5, 7.0), (64, 3.6, 9.0)):
         schedule = choose(problem, rows, DEFAULT_TARGET)
         found = expected_microseconds(problem, schedule)
         assert found <= floor * factor + fixed, f"{rows} rows: {found:.2f} of {floor:.2f} us"

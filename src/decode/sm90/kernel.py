@@ -5,25 +5,24 @@ record (``layouts.decode_order``) through a ring by a thread that waits for nobo
 it reads weights while the kernel before is still at work, up to what the ring holds.
 
     warp 0        ring: one bulk copy a record, at most ``in_flight`` under way              (few registers)
-    warps 1-3     stage the epilogue's vector operands, one tile ahead
+    warps 1-3     stage the epilogue's vector operands, one tile ahead; in turns the epilogue, eight rows of X a warp
     warps 4-11    copy X once, then multiply: every warp has a share of each record          (the rest)
-                  in turns also the epilogue, eight rows of X a warp, while the others go on
 
     barriers      full[s]     one producer arrive + bytes of a record                        ring -> consumers
                   empty[s]    the eight consumer warps                                       consumers -> ring
-                  ready[2]    96 staging threads; taken[2]: the tile's epilogue warps
-                  added[b]    every consumer warp of the cluster: its sums of a tile are written
-                  read[b]     every epilogue warp of the cluster: the sums may be written over
+                  ready[2]    96 staging threads; taken[2]: the parts of the tile's epilogue
+                  added[b]    every consumer warp: its sums of a tile are written; in a cluster, the bytes of all sums
+                  read[b]     warps 1-3 of every CTA of the cluster: the sums may be written over
     named         1           consumers, around X
 
     warp 0        |record 0|record 1| ...  as the ring allows, from before ``griddepcontrol.wait`` on
     consumers            |X|record 0|record 1| ... |send|record 0 of the next tile ...
-    one of them                                    |send|epilogue|
+    a warp of 1-3        |stage|stage the next|    |    |epilogue|
 
 Where shared memory cannot hold a CTA's share of X, X is copied phase by phase; several tiles' sums then stay in
 registers (``wide``), so that a phase serves them all:
 
-    consumers            |X|tile 0|tile 1|X|tile 0|tile 1| ... |send both|epilogues|
+    consumers            |X|tile 0|tile 1|X|tile 0|tile 1| ... |send both|X| ...
 
 Warps multiply each by itself, or four as a warpgroup (``multiply``, ``warpgroup``): sums stand in the same registers.
 
@@ -40,11 +39,11 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 from cutlass import memory as cutlass_memory
 
-from epicute.decode.geometry import WARPS, epilogue_task, epilogue_tasks, share_of
+from epicute.decode.geometry import FINISHERS, WARPS, epilogue_tasks, finisher, share_of
 from epicute.decode.schedule import BARRIERS, STAGED, Shared
 from epicute.decode.sm90.finish import FewRowDriver
 from epicute.decode.sm90.multiply import Multiplier, signal
-from epicute.decode.sm90.ptx import arrive, barrier_at, bulk_copy, streaming, wait_cluster
+from epicute.decode.sm90.ptx import arrive, barrier_at, bulk_copy, streaming
 from epicute.decode.sm90.stage import Activations
 from epicute.decode.sm90.warpgroup import WarpgroupMultiplier
 from epicute.decode.spec import FewRowSpec
@@ -56,7 +55,7 @@ __all__ = ["FewRowGemm"]
 
 CONSUMERS = 32 * WARPS
 THREADS = 128 + CONSUMERS
-REGISTERS = {1: (40, 232), 2: (48, 96)}
+REGISTERS = {1: (88, 208), 2: (64, 88)}
 """Per thread of the first warpgroup and of the consumers, by CTAs on an SM, after they have traded. A launch of 384
 threads gets 168, or 80, each.
 """
@@ -125,15 +124,17 @@ class FewRowGemm:
         self._open(base, thread)
         few, many = REGISTERS[self.schedule.resident]
         if warp < 4:
-            cute.arch.setmaxregister_decrease(few)
+            if cutlass.const_expr(few != many):
+                cute.arch.setmaxregister_decrease(few)
             if warp == 0:
                 if thread == 0:
                     self._produce(weight, arguments, base, self._walk(arguments, block))
-            elif cutlass.const_expr(self.staged):
+            else:
                 cute.arch.griddepcontrol_wait()
-                self._stage(arguments, base, self._walk(arguments, block), thread)
+                self._finish_all(arguments, base, self._walk(arguments, block), thread)
         else:
-            cute.arch.setmaxregister_increase(many)
+            if cutlass.const_expr(few != many):
+                cute.arch.setmaxregister_increase(many)
             cute.arch.griddepcontrol_wait()
             self._consume(arguments, base, self._walk(arguments, block), thread - 128)
         if cutlass.const_expr(self.cluster > 1):
@@ -167,13 +168,6 @@ class FewRowGemm:
     def _read(self, base: Any, count: Any) -> Any:
         return self._other(base, BARRIERS + self.schedule.sums + count % self.schedule.sums)
 
-    def _await(self, barrier: Any, parity: Any) -> None:
-        """Wait for what warps of the cluster signal."""
-        if self.cluster > 1:
-            wait_cluster(barrier, parity)
-        else:
-            cute.arch.mbarrier_wait(barrier_at(barrier), parity)
-
     @cute.jit
     def _open(self, base, thread) -> None:
         """Set the barriers up, so that all of the cluster see them."""
@@ -182,14 +176,14 @@ class FewRowGemm:
             for slot in cutlass.range_constexpr(slots):
                 cute.arch.mbarrier_init(barrier_at(self._full(base, slot)), 1)
                 cute.arch.mbarrier_init(barrier_at(self._empty(base, slot)), WARPS)
-            sums = (WARPS * self.cluster, self.tasks * self.cluster)
+            sums = (WARPS if self.cluster == 1 else 1, FINISHERS * self.cluster)
             counts = [c for c in (STAGERS, self.tasks) for _ in range(STAGED)]
             counts += [c for c in sums for _ in range(self.schedule.sums)]
             for i in cutlass.range_constexpr(len(counts)):
                 cute.arch.mbarrier_init(barrier_at(self._other(base, i)), counts[i])
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(self.cluster > 1):
-            cute.arch.cluster_arrive()
+            cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
@@ -283,15 +277,29 @@ class FewRowGemm:
         turn[1] = turn[1] ^ last
 
     @cute.jit
-    def _stage(self, arguments, base, walk, thread) -> None:
-        turn = cute.make_rmem_tensor(1, Int32)
+    def _finish_all(self, arguments, base, walk, thread) -> None:
+        """Stage the operands of every tile, one ahead, and run this warp's part of every epilogue."""
+        warp, lane = cute.arch.make_warp_uniform(thread // 32) - 1, thread % 32
+        state = TileState(self.spec.layout, arguments)
+        turn = cute.make_rmem_tensor(2, Int32)
         turn.fill(0)
         for m in cutlass.range(walk.m_tiles, unroll=1):
+            if cutlass.const_expr(self.staged):
+                self._stage_one(arguments, base, turn, walk, m, 0, thread)
             for i in cutlass.range(walk.count, unroll=1):
                 tile = walk.first + i * walk.step
-                self._stage_tile(arguments, base, turn, m, tile, thread)
+                if cutlass.const_expr(self.staged):
+                    self._stage_one(arguments, base, turn, walk, m, i + 1, thread)
+                self._finish(arguments, base, walk, state, turn[1], m, tile, warp, lane)
+                turn[1] = turn[1] + 1
+        state.flush(lane)
 
     @cute.jit
+    def _stage_one(self, arguments, base, turn, walk, m, i, thread) -> None:
+        """Stage the operands of the ``i``-th tile, where there is one."""
+        if i < walk.count:
+            self._stage_tile(arguments, base, turn, m, walk.first + i * walk.step, thread)
+
     def _stage_tile(self, arguments, base, turn, m, tile, thread) -> None:
         buffer, parity = turn[0] % 2, turn[0] // 2 % 2
         cute.arch.mbarrier_wait(barrier_at(self._taken(base, buffer)), parity ^ 1)
@@ -317,7 +325,6 @@ class FewRowGemm:
     def _consume(self, arguments, base, walk, thread) -> None:
         warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
         multiplier = self.multiplier(self.problem, self.schedule, self.spec.scale_dtype, warp, lane)
-        state = TileState(self.spec.layout, arguments)
         turn = cute.make_rmem_tensor(3, Int32)
         turn.fill(0)
         for m in cutlass.range(walk.m_tiles, unroll=1):
@@ -327,16 +334,16 @@ class FewRowGemm:
                 for group in cutlass.range(self._groups(walk), unroll=1):
                     first = group * self.schedule.wide
                     self._wide(arguments, base, walk, multiplier, turn, m, first, thread)
-                    self._exchange(arguments, base, walk, multiplier, state, turn, m, first)
+                    for which in cutlass.range_constexpr(self.schedule.wide):
+                        self._send_alive(base, walk, multiplier, turn, first + which, which)
             else:
                 for i in cutlass.range(walk.count, unroll=1):
                     tile = walk.first + i * walk.step
-                    for band in cutlass.range(self._bands(tile), unroll=1):
+                    bands = self._bands(tile)
+                    for band in cutlass.range(bands, unroll=1):
                         self._band(arguments, base, walk, multiplier, turn, m, band, thread)
-                    self.multiplier.announce(multiplier, self._added(base, turn[2]))
-                    self._finish(arguments, base, walk, state, turn, m, tile, warp, lane)
+                    self.multiplier.announce(multiplier, self._added(base, turn[2]), bands)
                     turn[2] = turn[2] + 1
-        state.flush(lane)
 
     @cute.jit
     def _copy(self, arguments, base, walk, m, phase, thread) -> None:
@@ -374,8 +381,9 @@ class FewRowGemm:
                 count = cutlass.min(walk.chunks - phase * chunks, chunks)
                 self._records(base, multiplier, turn, count, 0)
         if band == 0:
-            self._await(self._read(base, turn[2]), (turn[2] & 1) ^ 1)
-        self.multiplier.send(multiplier, base, walk.rank, band)
+            self._await_read(base, turn[2])
+        sums, added = self._sums(base, turn[2]), self._added(base, turn[2])
+        self.multiplier.send(multiplier, sums, walk.rank, band, added)
 
     @cute.jit
     def _wide(self, arguments, base, walk, multiplier, turn, m, first, thread) -> None:
@@ -390,31 +398,19 @@ class FewRowGemm:
                 self._records(base, multiplier, turn, some, which)
 
     @cute.jit
-    def _exchange(self, arguments, base, walk, multiplier, state, turn, m, first) -> None:
-        """Send the sums of tiles that were held together, as many at once as there are buffers, and finish them."""
-        wide, sums = self.schedule.wide, self.schedule.sums
-        for start in cutlass.range_constexpr(0, wide, sums):
-            batch = range(start, min(start + sums, wide))
-            for which in cutlass.range_constexpr(batch.start, batch.stop):
-                alive = first + which < walk.count
-                self._send(base, walk, multiplier, turn[2] + (which - start), alive, which)
-            for which in cutlass.range_constexpr(batch.start, batch.stop):
-                self._finish_alive(arguments, base, walk, multiplier, state, turn, m, first + which)
-
-    @cute.jit
-    def _send(self, base, walk, multiplier, count, alive, which: cutlass.Constexpr) -> None:
-        if alive:
-            self._await(self._read(base, count), (count // self.schedule.sums & 1) ^ 1)
-            self.multiplier.send(multiplier, self._sums(base, count), walk.rank, Int32(0), which)
-            self.multiplier.announce(multiplier, self._added(base, count))
-
-    @cute.jit
-    def _finish_alive(self, arguments, base, walk, multiplier, state, turn, m, i) -> None:
+    def _send_alive(self, base, walk, multiplier, turn, i, which: cutlass.Constexpr) -> None:
+        """Hand the sums of the ``i``-th tile on, where there is one."""
         if i < walk.count:
-            tile = walk.first + i * walk.step
-            warp = multiplier.share * (WARPS // multiplier.shares) + multiplier.part
-            self._finish(arguments, base, walk, state, turn, m, tile, warp, multiplier.lane)
+            self._await_read(base, turn[2])
+            sums, added = self._sums(base, turn[2]), self._added(base, turn[2])
+            self.multiplier.send(multiplier, sums, walk.rank, Int32(0), added, which)
+            self.multiplier.announce(multiplier, added, 1)
             turn[2] = turn[2] + 1
+
+    def _await_read(self, base: Any, count: Any) -> None:
+        """Until the buffer of the ``count``-th tile's sums is free."""
+        parity = (count // self.schedule.sums & 1) ^ 1
+        cute.arch.mbarrier_wait(barrier_at(self._read(base, count)), parity)
 
     def _sums(self, base: Any, count: Any) -> Any:
         """``base``, or as much behind it as the ``count``-th tile's buffer of sums is behind the first."""
@@ -439,22 +435,31 @@ class FewRowGemm:
         self._next(turn)
 
     @cute.jit
-    def _finish(self, arguments, base, walk, state, turn, m, tile, warp, lane) -> None:
-        """This warp's part of a tile's epilogue, if it has one."""
-        count = turn[2]
-        task = epilogue_task(warp, count, self.schedule.owned)
-        if task < self.tasks:
-            self._await(self._added(base, count), count // self.schedule.sums & 1)
-            buffer = count % 2
-            if cutlass.const_expr(self.staged):
-                cute.arch.mbarrier_wait(barrier_at(self._ready(base, buffer)), count // 2 % 2)
-            floats, integers = self._buffers(base, buffer)
-            parts = self.problem.parts
-            found = Tile(arguments, state, floats, integers, m, tile // parts)
-            first = walk.rank * self.schedule.owned
-            row = task * 8 + lane // 4
-            self.driver.finish(self._sums(base, count), found, tile % parts, (first, row, lane))
-            cute.arch.sync_warp()
-            if cutlass.const_expr(self.staged):
-                arrive(self._taken(base, buffer), Int32(lane == 0))
-            signal(self._read(base, count), lane, self.cluster)
+    def _finish(self, arguments, base, walk, state, count, m, tile, warp, lane) -> None:
+        """This warp's part of a tile's epilogue, if it has one.
+
+        It sees every tile's sums complete, and says so: phases of a barrier that pass unseen would be taken for others.
+        """
+        parity = count // self.schedule.sums & 1
+        cute.arch.mbarrier_wait(barrier_at(self._added(base, count)), parity)
+        cute.arch.sync_warp()
+        first = finisher(warp, count, self.schedule.owned)
+        for task in cutlass.range(first, self.tasks, FINISHERS, unroll=1):
+            self._task(arguments, base, walk, state, count, m, tile, task, lane)
+        signal(self._read(base, count), lane, self.cluster)
+
+    @cute.jit
+    def _task(self, arguments, base, walk, state, count, m, tile, task, lane) -> None:
+        """Eight rows of a tile's epilogue."""
+        buffer = count % 2
+        if cutlass.const_expr(self.staged):
+            cute.arch.mbarrier_wait(barrier_at(self._ready(base, buffer)), count // 2 % 2)
+        floats, integers = self._buffers(base, buffer)
+        parts = self.problem.parts
+        found = Tile(arguments, state, floats, integers, m, tile // parts)
+        first = walk.rank * self.schedule.owned
+        row = task * 8 + lane // 4
+        self.driver.finish(self._sums(base, count), found, tile % parts, (first, row, lane))
+        cute.arch.sync_warp()
+        if cutlass.const_expr(self.staged):
+            arrive(self._taken(base, buffer), Int32(lane == 0))
