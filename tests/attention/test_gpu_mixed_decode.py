@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epicute.attention.mixed_decode import MixedDecodePlan, plan_mixed_decode
+from epicute.kv.qk4pv8 import Memory
 from epicute.kv.qk4pv8_write import plan_cache_write
 from epicute.quant.smoothing import Means, lse_shift
 from epicute.testing import inputs_unchanged
@@ -88,6 +89,45 @@ def test_kd_02_without_queries_the_mean_of_values(n: int) -> None:
     run(batch)
     mean = batch.scores(0)[1].mean(dim=1)
     assert ((batch.out[0].double() - mean).abs() <= 2.0**-8 * mean.abs() + 1e-3).all()
+
+
+@pytest.mark.parametrize(
+    ("n", "copies", "replays"), [(700, 2, 1), (16384, 16, 300), (32768, 8, 300), (131072, 3, 200)]
+)
+def test_cold_pages_come_in_any_order(n: int, copies: int, replays: int) -> None:
+    """Copies of a cache in turn, whose pages neither L2 nor a TLB holds, each behind a kernel that is still at work."""
+    case = Case(kv_heads=8, terms=0)
+    batch = Batch.draw(case, [n], 5, "cuda")
+    plan = MixedDecodePlan(batch.cache, planned(case).kernel)
+    memories = [Memory(batch.memory.records.clone(), None) for _ in range(copies)]
+    outs = [torch.full_like(batch.out, math.nan) for _ in memories]
+    workspace = plan.workspace(1, batch.q.device)
+
+    def every() -> None:
+        for memory, out in zip(memories, outs, strict=True):
+            plan.run(
+                batch.q,
+                memory,
+                out=out,
+                workspace=workspace,
+                kv_lengths=batch.lengths,
+                page_table=batch.table,
+                **batch.operands(),
+            )
+
+    batch.run(plan)
+    every()
+    torch.cuda.synchronize()
+    check(batch, plan.kernel)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        every()
+    for _ in range(replays):
+        for out in outs:
+            out.fill_(math.nan)
+        graph.replay()
+        wrong = [i for i, out in enumerate(outs) if not torch.equal(out, batch.out)]
+        assert wrong == []
 
 
 @pytest.mark.parametrize("n", [32768, 131072])

@@ -34,14 +34,16 @@ def kernel_of(case: Case) -> MixedDecodeKernel:
 
 
 @functools.cache
-def compiled(case: Case) -> Kernel:
-    return Kernel(ptx_of(kernel_of(case)))
+def compiled(kernel: MixedDecodeKernel) -> Kernel:
+    return Kernel(ptx_of(kernel))
 
 
-def launch(batch: Batch, **how: object) -> None:
+def launch(
+    batch: Batch, kernel: MixedDecodeKernel | None = None, ctas: int = CTAS, **how: object
+) -> None:
     """Run the compiled code on the CPU."""
-    kernel = kernel_of(batch.case)
-    arguments, tensors = bound(batch, kernel, CTAS)
+    kernel = kernel or kernel_of(batch.case)
+    arguments, tensors = bound(batch, kernel, ctas)
     page, pool = batch.cache.page, batch.cache.pool(batch.memory)
     size = page.page_size
     # The DSL leaves out heads where it knows that there is one.
@@ -55,8 +57,8 @@ def launch(batch: Batch, **how: object) -> None:
         (size, page.head_dim, *((1,) if heads else ()), 1),
         size,
     )
-    options = {"resident": CTAS, "shared": kernel.shared_memory + 1024, "early": (), **how}
-    compiled(batch.case).launch(arguments, *tensors, grid=CTAS, maps=[table], **options)
+    options = {"resident": ctas, "shared": kernel.shared_memory + 1024, "early": (), **how}
+    compiled(kernel).launch(arguments, *tensors, grid=ctas, maps=[table], **options)
 
 
 SPECS = [
@@ -105,6 +107,26 @@ class TestKernel:
         batch = Batch.draw(CASES[name], [1025, 700], 5)
         launch(batch)
         check(batch, kernel_of(batch.case))
+
+    def test_more_parts_than_a_warp_has_lanes(self) -> None:
+        case = replace(CASES["plain"], terms=0, kv_heads=1)
+        kernel = kernel_of(case)
+        kernel = replace(kernel, schedule=replace(kernel.schedule, part=128))
+        batch = Batch.draw(case, [34 * 128 + 5], 9)
+        launch(batch, kernel, ctas=3, seed=1)
+        check(batch, kernel)
+
+    @pytest.mark.parametrize("stages", [2, 3])
+    def test_tiles_come_in_any_order(self, stages: int) -> None:
+        """A tile may come after the other warpgroup is done with the next: of a part, and across parts of odd size."""
+        case = replace(CASES["plain"], terms=0, kv_heads=1)
+        kernel = kernel_of(case)
+        cut = replace(kernel.schedule, stages=stages, part=5 * 128)
+        kernel = replace(kernel, schedule=cut)
+        for seed in range(4):
+            batch = Batch.draw(case, [1900, 130], 8)
+            launch(batch, kernel, ctas=1, late=0.3, seed=seed or None)
+            check(batch, kernel)
 
     def test_kd_17_neither_order_nor_batch_mates_change_bits(self) -> None:
         case = CASES["plain"]

@@ -9,6 +9,7 @@ How to run a kernel of ``epicute.jit`` (anything with ``trace()`` and ``key``)::
                   grid=4, cluster=2,        # CTAs along x (or a tuple), CTAs of a cluster
                   maps=[TensorMap.of(q, (1, 64, 64), swizzle=128)],  # of each tensor map parameter, in order
                   seed=3,                   # warps and copies take turns at random; None: round robin
+                  late=0.25,                # share of copies that come when nothing else can go on
                   races=True,               # report unordered accesses of shared memory, and missing proxy fences
                   early=(),                 # what may be touched before griddepcontrol.wait; without it all may
                   resident=1)               # clusters at a time; all of them where CTAs wait for each other

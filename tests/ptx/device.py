@@ -151,7 +151,8 @@ class Device:
 
     Attributes:
         arena: its memory. current: its streams. launches: so far, in order; clear it at will.
-        seed: warps and copies of a launch take turns at random; None for round robin.
+        seed: warps and copies of a launch take turns at random; None for round robin. late: share of the copies that
+            come only when nothing else can go on.
         races: look for unordered accesses of shared memory in every launch. resident: clusters at a time; 0 for all.
         ordered: refuse what is touched before ``griddepcontrol.wait`` though a kernel in front has written it.
         skip: names of kernels, by the start of their key's, that are not emulated, only encoded and noted.
@@ -164,6 +165,7 @@ class Device:
     resident: int = 1
     ordered: bool = True
     skip: tuple[str, ...] = ()
+    late: float = 0.0
 
     def __post_init__(self) -> None:
         self.launches: list[Launched] = []
@@ -233,7 +235,12 @@ class Device:
         with torch._C.DisableTorchFunction(), self._written.noted():
             try:
                 function.kernel.launch(
-                    scalars, *self.arena.memory(), seed=self.seed, races=self.races, **options
+                    scalars,
+                    *self.arena.memory(),
+                    seed=self.seed,
+                    races=self.races,
+                    late=self.late,
+                    **options,
                 )
             except AssertionError as error:
                 error.add_note(f"in {function.name}, grid {options['grid']}, arguments {scalars}")

@@ -64,6 +64,7 @@ class Kernel:
         races: bool = False,
         resident: int = 1,
         early: Sequence[torch.Tensor] | None = None,
+        late: float = 0.0,
     ) -> None:
         """Run a grid.
 
@@ -78,6 +79,7 @@ class Kernel:
             races: look for accesses of shared memory that nothing orders.
             resident: clusters that run at the same time; kernels whose CTAs wait for each other need all of them.
             early: what a kernel with ``griddepcontrol.wait`` may touch before that; None: anything.
+            late: share of copies that come only when nothing else can go on.
 
         Raises AssertionError for all that hardware would not forgive, Deadlock (one of these) where nothing can go on.
         """
@@ -108,6 +110,7 @@ class Kernel:
                     shared,
                     seed,
                     races,
+                    late,
                 )
                 for group in groups[first : first + resident]
             ]

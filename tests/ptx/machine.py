@@ -2,7 +2,8 @@
 
 A warp has one place in the program, or one for each lane where a branch has parted them; the rearmost lanes then go
 first, which brings lanes together again behind the branch. Lanes that have to wait let the others of their warp pass.
-Warps take turns in order, or at random under a seed, and so do copies that are under way.
+Warps take turns in order, or at random under a seed, and so do copies that are under way. Some copies may be late: they
+come, one at a time, when nothing else can go on, as those of a page that no TLB knows may.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ class Deadlock(AssertionError):
 class Copy:
     """An asynchronous operation: done when its turn comes, or when somebody waits for it.
 
-    ``ticket``: its number among the warp's copies from shared memory, where races are looked for.
+    ``ticket``: its number among the warp's copies from shared memory, where races are looked for. ``late``: whether it
+    comes only when nothing else can go on.
     """
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run: Callable[[], None] | None = run
         self.ticket = 0
+        self.late = False
 
     @property
     def done(self) -> bool:
@@ -338,6 +341,7 @@ class Cluster:
         shared: int,
         seed: int | None,
         races: bool,
+        late: float = 0.0,
     ) -> None:
         self.program, self.code, self.memory, self.maps = program, code, memory, maps
         self.parameters, self.given = parameters, given
@@ -345,6 +349,7 @@ class Cluster:
         self.effects = 0
         self.queue: list[Copy] = []
         self.random = None if seed is None else random.Random(seed)
+        self._late, self._delays = late, random.Random(seed)
         self.ctas = [Cta(self, block, i, shared) for i, block in enumerate(blocks)]
         self.warps = [w for cta in self.ctas for w in cta.warps]
         self.races = Races(self, len(self.warps), shared) if races else None
@@ -365,6 +370,7 @@ class Cluster:
     def begin(self, copy: Copy) -> None:
         """Put a copy under way."""
         self.effects += 1
+        copy.late = self._late > self._delays.random()
         self.queue.append(copy)
 
     # --- the barrier of the cluster
@@ -452,6 +458,7 @@ class Cluster:
                 copy.force()
 
     def _round(self) -> None:
+        before = self.effects
         warps = list(self.warps)
         if self.random:
             self.random.shuffle(warps)
@@ -468,6 +475,9 @@ class Cluster:
             if self.random and self.random.random() < 0.5:
                 self._copies()
         self._copies()
+        if self.queue and self.effects == before:
+            self.queue.pop(self._delays.randrange(len(self.queue))).force()
+            self.effects += 1
 
     def _copies(self) -> None:
         """Do the copies that are under way, or some of them."""
@@ -475,10 +485,11 @@ class Cluster:
         for copy in some:
             if copy.done:
                 continue
-            if self.random and self.random.random() < 0.5:
+            if copy.late:
                 self.queue.append(copy)
+            elif self.random and self.random.random() < 0.5:
+                self.queue.append(copy)
+                self.effects += 1
             else:
                 copy.force()
                 self.effects += 1
-        if self.queue:
-            self.effects += 1

@@ -84,6 +84,27 @@ class TestTheKernelInFront:
             run(body, words())
 
 
+class TestLateCopies:
+    """A copy that is late comes when all wait, not before."""
+
+    BODY = (
+        INIT.format(64, 1)
+        + f"""@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r9+64], 16;
+        @%p1 {COPY} [%r9], [%rd11], 16, [%r9+64];
+        mov.b32 %r3, 0;
+        $AGAIN: add.u32 %r3, %r3, 1; setp.lt.u32 %p2, %r3, 2000; @%p2 bra.uni $AGAIN;
+        {{wait}}
+        ld.shared.b32 %r2, [%r9];"""
+    )
+
+    @pytest.mark.parametrize("seed", SEEDS)
+    def test_when_they_come(self, seed: int | None) -> None:
+        wait = WAIT.format("%r9+64", 0)
+        for late, first, body in ((0.0, 8, ""), (1.0, -1, ""), (0.0, 8, wait), (1.0, 8, wait)):
+            found = run(self.BODY.format(wait=body), words(), eight(), seed=seed, late=late)
+            assert found.tolist() == [first] * 32
+
+
 class TestBarriersInTheMaking:
     BODY = """
         setp.eq.u32 %p1, %r1, 0; setp.eq.u32 %p2, %r1, 32; mov.b32 %r2, 0;

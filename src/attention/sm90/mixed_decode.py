@@ -7,9 +7,15 @@ Two CTAs on an SM take equal stripes of all parts of all heads (``decode_work``)
     warp 8            finds parts, posts them, and streams their pages into a ring (``mixed_decode_producer``)
     warp 9            prepares a part's queries, quantises and stores a request's new row (``mixed_decode_scribe``)
 
-    ring        full[s] counts bytes; empty[s] the four warps of the warpgroup whose tile it was
+    ring        full[f] counts bytes; empty[s] the four warps of the warpgroup whose tile it was
     mailbox     posted[m] one thread; taken[m] ten warps less the producer
     queries     q_full[s] one thread; q_empty[s] the eight warps that multiply
+
+A warpgroup passes over the other one's tiles without waiting for them, and copies come in any order. A phase's bit
+tells two uses of an mbarrier apart, not three: with one for each stage, a tile would seem to be there while that of a
+turn of the ring before, the other warpgroup's, is still on its way to the stage. So ``full`` has twice as many as there
+are stages. Of two turns before all have come: whoever waits for a tile knows that the one a turn before it was begun,
+and that is begun in a stage whose last tile has been read.
 
 The kernel lets the next one start at once, and waits for the one in front before it reads what that may write.
 """
@@ -30,7 +36,7 @@ from epicute.attention.mixed_decode_spec import (
 )
 from epicute.attention.mixed_decode_spec import decode_at as at
 from epicute.attention.sm90.mixed_decode_merge import Meeting
-from epicute.attention.sm90.mixed_decode_places import Barriers, Layout, Shared
+from epicute.attention.sm90.mixed_decode_places import FULL_TURNS, Barriers, Layout, Shared
 from epicute.attention.sm90.mixed_decode_producer import Producer, read_part
 from epicute.attention.sm90.mixed_decode_scribe import Scribe
 from epicute.attention.sm90.mixed_decode_steps import DecodeTiles
@@ -122,7 +128,7 @@ class HopperMixedDecode:
         stages = self.schedule.stages
         if lane == 0:
             for name, count, arrivals in (
-                ("full", stages, 1),
+                ("full", FULL_TURNS * stages, 1),
                 ("empty", stages, 4),
                 ("posted", MAIL_SLOTS, 1),
                 ("taken", MAIL_SLOTS, 4 * GROUPS + 1),
@@ -165,8 +171,8 @@ class HopperMixedDecode:
             DecodeTiles.begin(tiles, part, slot, arguments)
             for i in cutlass.range(part.count, unroll=1):
                 if i % GROUPS == tiles.number:
-                    place, phase = ring % self.schedule.stages, ring // self.schedule.stages % 2
-                    cute.arch.mbarrier_wait(barriers.full + place, phase)
+                    place, (full, phase) = ring % self.schedule.stages, self.layout.full(ring)
+                    cute.arch.mbarrier_wait(barriers.full + full, phase)
                     DecodeTiles.tile(tiles, part.first + part.count - 1 - i, place)
                     self._release(barriers.empty, place, thread)
                 ring += 1

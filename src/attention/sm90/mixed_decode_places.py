@@ -28,9 +28,23 @@ from epicute.attention.mixed_decode_spec import (
     MixedDecodeSpec,
 )
 
-__all__ = ["Barriers", "Layout", "Shared", "global_view", "load_from", "shared_view", "value_place"]
+__all__ = [
+    "FULL_TURNS",
+    "Barriers",
+    "Layout",
+    "Shared",
+    "global_view",
+    "load_from",
+    "shared_view",
+    "value_place",
+]
 
-MAIL_FIELDS = 10
+MAIL_FIELDS = 11
+MAIL_BYTES = 48
+"""Of a slot of the mailbox."""
+
+FULL_TURNS = 2
+"""Turns of the ring that have mbarriers of their own for what has come; see ``mixed_decode``."""
 
 
 class Shared(NamedTuple):
@@ -138,6 +152,11 @@ class Layout:
             for name, (atom, shape) in shapes.items()
         }
 
+    def full(self, ring: Any) -> tuple[Any, Any]:
+        """(mbarrier of ``full``, parity) of the ``ring``-th tile of a CTA."""
+        count = FULL_TURNS * self.schedule.stages
+        return ring % count, ring // count % 2
+
     def allocate(self, layouts: dict[str, Any]) -> tuple[Shared, Barriers]:
         """All of it."""
         allocator = cutlass_memory.SmemAllocator()
@@ -160,7 +179,7 @@ class Layout:
             "sums": GROUPS * 5 * columns * 4,
             "out": columns * self.pitch * 4,
             "flag": 16,
-            "mail": MAIL_SLOTS * MAIL_FIELDS * 4,
+            "mail": MAIL_SLOTS * MAIL_BYTES,
         }
         found = {
             name: Int32(allocator.allocate_array(cutlass.Uint8, n, byte_alignment=128).toint())
@@ -174,5 +193,5 @@ class Layout:
             q_tensor=tensors["q"],
             p_tensor=tensors["p"],
         )
-        counts = (stages, stages, MAIL_SLOTS, MAIL_SLOTS, 2, 2)
+        counts = (FULL_TURNS * stages, stages, MAIL_SLOTS, MAIL_SLOTS, 2, 2)
         return shared, Barriers(*(allocator.allocate_array(Int64, n) for n in counts))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, Int64, Uint32, cute
 
 from epicute.attention.decode_work import part_tiles, slot_of, stripe, units_of
 from epicute.attention.mixed_decode_spec import (
@@ -21,6 +21,7 @@ from epicute.attention.mixed_decode_spec import (
 from epicute.attention.mixed_decode_spec import decode_at as at
 from epicute.attention.sm90.decode_ptx import bulk_copy
 from epicute.attention.sm90.mixed_decode_places import (
+    MAIL_BYTES,
     MAIL_FIELDS,
     Barriers,
     Layout,
@@ -38,7 +39,8 @@ class Part(NamedTuple):
     """A part of a head's keys.
 
     ``valid``: 0 behind the last one; ``first``, ``count``: its tiles; ``tiles``, ``length``: tiles and keys of the
-    request; ``slot``: of the partial result; ``pieces``: parts of the head, from slot ``origin`` on.
+    request; ``slot``: of the partial result; ``pieces``: parts of the head, from slot ``origin`` on; ``arrivals``: how
+    many of them this CTA has taken when this one is done, 0 where the next part is of the same head.
     """
 
     valid: Any
@@ -51,11 +53,12 @@ class Part(NamedTuple):
     slot: Any
     pieces: Any
     origin: Any
+    arrivals: Any
 
 
 def read_part(mail: Any, place: Any) -> Part:
     """The part in a slot of the mailbox."""
-    cells = shared_view(Int32, mail + place * (4 * MAIL_FIELDS), MAIL_FIELDS, 8)
+    cells = shared_view(Int32, mail + place * MAIL_BYTES, MAIL_FIELDS, 16)
     return Part(*(cells[i] for i in range(MAIL_FIELDS)))
 
 
@@ -90,64 +93,69 @@ class Producer:
         """Tiles of a request, at least one."""
         return cutlass.max((length + (TILE - 1)) // TILE, 1)
 
-    def _units(self, length: Any) -> Any:
-        """Parts of all heads of a request; none where the length is -1."""
-        cut = self.cut
-        units = units_of(self._tiles(length), cut.parts, cut.least) * cut.heads
-        return Int32(cutlass.select_(length < 0, Int32(0), units))
+    def _pieces(self, length: Any) -> Any:
+        """Parts of each head of a request; none where the length is -1."""
+        pieces = units_of(self._tiles(length), self.cut.parts, self.cut.least)
+        return Int32(cutlass.select_(length < 0, Int32(0), pieces))
 
     @cute.jit
     def run(self, arguments, cta, lane) -> None:
         """All parts of this CTA, then one that is none."""
+        heads = self.cut.heads
         batch, ctas = Int32(arguments[at("batch")]), Int32(arguments[at("ctas")])
-        total = Int32(0)
-        for chunk in cutlass.range((batch + (LANES - 1)) // LANES, unroll=4):
-            units = self._units(self._length(arguments, chunk * LANES + lane))
-            total += cute.arch.warp_redux_sync(units, "add")
-        position, end = stripe(cta, ctas, total)
-        # Before the first 32 requests, so that the first part opens them.
-        chunk, before, count = Int32(-1), Int32(0), Int32(0)
-        length, ends = Int32(0), Int32(0)
+        # Of each lane's request, 32 of them at a time: its length, its heads' parts, and where its parts end.
+        length = self._length(arguments, lane)
+        pieces = self._pieces(length)
+        total = cute.arch.warp_redux_sync(pieces * heads, "add")
+        chunk, before, count = Int32(0), Int32(0), total
+        ends = running_sum(pieces * heads, lane)
+        for later in cutlass.range(1, (batch + (LANES - 1)) // LANES, unroll=4):
+            found = self._pieces(self._length(arguments, later * LANES + lane))
+            total += cute.arch.warp_redux_sync(found * heads, "add")
+        first, end = (Int32(x) for x in stripe(*(Uint32(x) for x in (cta, ctas, total))))
+        position = first
         ring, mail = Int32(0), Int32(0)
         while position < end:
             while position >= before + count:
                 before += count
                 chunk += 1
                 length = self._length(arguments, chunk * LANES + lane)
-                ends = running_sum(self._units(length), lane)
+                pieces = self._pieces(length)
+                ends = running_sum(pieces * heads, lane)
                 count = cute.arch.shuffle_sync(ends, LANES - 1)
             mine = cute.arch.popc(cute.arch.vote_ballot_sync(before + ends <= position))
-            keys = cute.arch.shuffle_sync(length, mine)
-            base = before + cute.arch.shuffle_sync(ends, mine) - self._units(keys)
-            part = self._part(chunk * LANES + mine, keys, position - base)
+            keys, own = (cute.arch.shuffle_sync(x, mine) for x in (length, pieces))
+            base = before + cute.arch.shuffle_sync(ends, mine) - own * heads
+            place = (position - base, position - first, end - position)
+            part = self._part(chunk * LANES + mine, keys, own, place)
+            pages = self._open(arguments, part, lane)
             Producer._post(self, part, mail, lane)
             mail += 1
             position += 1
-            ring = Producer._stream(self, arguments, part, ring, lane)
+            ring = Producer._stream(self, arguments, part, pages, ring, lane)
         Producer._post(self, Part(*[Int32(0)] * MAIL_FIELDS), mail, lane)
 
-    def _part(self, request: Any, length: Any, unit: Any) -> Part:
-        """The ``unit``-th part of a request."""
-        cut = self.cut
+    def _part(self, request: Any, length: Any, pieces: Any, place: tuple[Any, Any, Any]) -> Part:
+        """A part of a request. ``place``: among its parts; parts before it and from it on in the CTA's stripe."""
+        cut, (unit, taken, left) = self.cut, place
         tiles = self._tiles(length)
-        pieces, each = (
-            units_of(tiles, cut.parts, cut.least),
-            part_tiles(tiles, int(cut.parts or 1), cut.least),
-        )
-        head = unit // pieces
+        each = part_tiles(tiles, int(cut.parts or 1), cut.least)
+        head = Int32(Uint32(unit) // Uint32(pieces))
         number = unit - head * pieces
         origin = (request * cut.heads + head) * int(cut.parts or 1)
         count = cutlass.min(each, tiles - number * each)
         slot = slot_of(number, origin, cut.parts)
+        goes_on = (number < pieces - 1) & (left > 1)
+        arrivals = cutlass.select_(goes_on, Int32(0), cutlass.min(number, taken) + 1)
         found = (Int32(1), request, head, number * each, count, tiles, length, slot, pieces, origin)
-        return Part(*(Int32(x) for x in found))
+        return Part(*(Int32(x) for x in (*found, arrivals)))
 
     @cute.jit
     def _post(self, part, mail, lane) -> None:
         """Put a part into the mailbox."""
         place, turn = mail % MAIL_SLOTS, mail // MAIL_SLOTS % 2
         cute.arch.mbarrier_wait(self.barriers.taken + place, turn ^ 1)
-        cells = shared_view(Int32, self.shared.mail + place * (4 * MAIL_FIELDS), MAIL_FIELDS, 8)
+        cells = shared_view(Int32, self.shared.mail + place * MAIL_BYTES, MAIL_FIELDS, 16)
         if lane == 0:
             for i in cutlass.range_constexpr(MAIL_FIELDS):
                 cells[i] = part[i]
@@ -156,15 +164,18 @@ class Producer:
 
     # --- pages ---
 
-    @cute.jit
-    def _stream(self, arguments, part, ring, lane) -> Int32:
-        """Load the tiles of a part; the number of tiles so far."""
-        pages = self.layout.pages
+    def _open(self, arguments: Any, part: Part, lane: Any) -> tuple[Any, Any, Any]:
+        """(page behind a part's last one, first of 32 pages that end with its last tile's, their ids)."""
         end = cutlass.min(part.length, (part.first + part.count) * TILE)
         last = (end + (self.layout.page_tokens - 1)) // self.layout.page_tokens
-        # 32 pages that end with the last tile's.
-        window = cutlass.max((part.first + part.count) * pages - LANES, 0)
-        ids = self._ids(arguments, part.request, window + lane, last)
+        window = cutlass.max((part.first + part.count) * self.layout.pages - LANES, 0)
+        return last, window, self._ids(arguments, part.request, window + lane, last)
+
+    @cute.jit
+    def _stream(self, arguments, part, opened, ring, lane) -> Int32:
+        """Load the tiles of a part; the number of tiles so far."""
+        pages = self.layout.pages
+        last, window, ids = opened
         for i in cutlass.range(part.count, unroll=1):
             tile = part.first + part.count - 1 - i
             first = tile * pages
@@ -174,7 +185,9 @@ class Producer:
             place, turn = ring % self.schedule.stages, ring // self.schedule.stages % 2
             cute.arch.mbarrier_wait(self.barriers.empty + place, turn ^ 1)
             there = cutlass.min(last - first, pages)
-            self._load(arguments, part.head, (ids, first - window, there), place, lane)
+            full, _ = self.layout.full(ring)
+            pages_there = (ids, first - window, there)
+            self._load(arguments, part.head, pages_there, (place, full), lane)
             ring += 1
         return ring
 
@@ -189,11 +202,11 @@ class Producer:
         return found[0]
 
     @cute.jit
-    def _load(self, arguments, head, pages, place, lane) -> None:
-        """A tile's pages, as many as there are."""
-        ids, start, there = pages
+    def _load(self, arguments, head, pages, where, lane) -> None:
+        """A tile's pages, as many as there are, to a stage, for an mbarrier of ``full`` to count."""
+        (ids, start, there), (place, full) = pages, where
         spec, layout = self.spec, self.layout
-        barrier = self.barriers.full + place
+        barrier = self.barriers.full + full
         each = layout.key_page + layout.delta_page + spec.page.head_dim * spec.page.page_size
         kv_head = head // spec.blocks
         if lane == 0:
