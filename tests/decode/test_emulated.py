@@ -202,7 +202,7 @@ def test_clusters_and_rows_by_wgmma(rows: int, cluster: int) -> None:
 @pytest.mark.parametrize(
     ("mma", "format", "rows", "cluster", "wide", "sums"),
     [
-        ("wgmma", "int4", 64, 1, 3, 1),
+        ("wgmma", "int4", 64, 1, 2, 1),
         ("wgmma", "int4", 16, 2, 4, 3),
         ("wgmma", "bf16", 32, 2, 2, 2),
         ("sync", "int4", 16, 1, 3, 2),
