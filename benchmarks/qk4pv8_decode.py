@@ -170,7 +170,7 @@ class Decode:
 def ours(found: Decode) -> Run:
     """The kernel, which appends the newest row: every run stores the same bytes again."""
     writer = plan_cache_write(found.cache, counted=False)
-    plan = plan_mixed_decode(found.cache)
+    plan = plan_mixed_decode(found.cache, prefetch=True)
     workspace = plan.workspace(found.batch, found.q.device)
     rows = [x.view(-1, found.kv_heads, HEAD_DIM) for x in (found.keys, found.values)]
     memories: list[Memory] = []
@@ -199,7 +199,7 @@ def ours(found: Decode) -> Run:
 
 def ours_bf16(found: Decode) -> Run:
     """epicute's decode over BF16 pages."""
-    spec = DecodeSpec(found.heads, found.kv_heads, HEAD_DIM, page=PAGE)
+    spec = DecodeSpec(found.heads, found.kv_heads, HEAD_DIM, page=PAGE, prefetch=True)
     plan = plan_decode(spec)
     workspace = plan.workspace(found.batch, found.q.device)
     order = torch.argsort(found.table.reshape(-1).long())
@@ -276,7 +276,10 @@ def cases(options: Options) -> Iterator[Decode]:
 def kernels(options: Options) -> Iterator[Any]:
     """Every kernel the table runs beside the writer's and BF16's, each once."""
     page = QK4PV8Page(PAGE, HEAD_DIM)
-    specs = (MixedDecodeSpec(c.heads, c.kv_heads, page, TERMS[c.smoothing]) for c in cases(options))
+    specs = (
+        MixedDecodeSpec(c.heads, c.kv_heads, page, TERMS[c.smoothing], prefetch=True)
+        for c in cases(options)
+    )
     return once(mixed_decode_kernel_for(spec) for spec in specs)
 
 

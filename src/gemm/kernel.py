@@ -322,7 +322,7 @@ class HopperGemm:
                 self._fill(loads, state, a_load, b_load, m, n, k)
                 state.advance()
             if cutlass.const_expr(self.prefetched):
-                prefetch(self.stream, self.tile_m * self.stream.box, matrix, m, n)
+                prefetch(self.stream, self.tile_m, matrix, m, n)
                 for k in cutlass.range(self.early, self.k_tiles, unroll=1):
                     self._fill(loads, state, a_load, b_load, m, n, k)
                     state.advance()

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import cutlass
 from cutlass import Int32, Int64, cute
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from epicute.gemm.arguments import VECTOR, ArgumentLayout
+from epicute.gemm.arguments import ArgumentLayout
 from epicute.gemm.memory import DSL_DTYPES
 from epicute.gemm.stream_plan import StreamPlan
 
 __all__ = ["Boxes", "Stages", "Stream", "fill", "prefetch", "stream_atom"]
-
-WARP = 32
 
 
 class Stages(NamedTuple):
@@ -102,18 +98,16 @@ def fill(
         cute.copy(atom, source[None, m, n * plan.boxes + box], to, tma_bar_ptr=barrier)
 
 
-def prefetch(
-    plan: StreamPlan | None, box_bytes: int, matrix: tuple[Any, ...], m: Any, n: Any
-) -> None:
+def prefetch(plan: StreamPlan | None, tile_m: int, matrix: tuple[Any, ...], m: Any, n: Any) -> None:
     """Fetch a tile's boxes into L2; ``matrix`` is what ``stream_atom`` returned."""
     assert plan is not None
     atom, tensor = matrix
-    tiles = cute.local_tile(tensor, (box_bytes // plan.box, plan.columns), (None, None))
+    tiles = cute.local_tile(tensor, (tile_m, plan.columns), (None, None))
     _, source = cpasync.tma_partition(
         atom,
         0,
         cute.make_layout(1),
-        cute.group_modes(_nowhere(plan, box_bytes), 0, 2),
+        cute.group_modes(_nowhere(plan, tile_m), 0, 2),
         cute.group_modes(tiles, 0, 2),
     )
     with cute.arch.elect_one():
@@ -121,11 +115,11 @@ def prefetch(
             cute.prefetch(atom, source[None, m, n * plan.boxes + box])
 
 
-def _nowhere(plan: StreamPlan, box_bytes: int) -> Any:
+def _nowhere(plan: StreamPlan, tile_m: int) -> Any:
     """A box in shared memory that is never touched: ``tma_partition`` wants to know its shape."""
     pointer = cute.make_ptr(DSL_DTYPES[plan.dtype], 0, cute.AddressSpace.smem, assumed_align=1024)
-    shape = (box_bytes // plan.box, plan.columns)
-    return cute.make_tensor(pointer, cute.make_layout(shape, stride=(shape[1], 1)))
+    layout = cute.make_layout((tile_m, plan.columns), stride=(plan.columns, 1))
+    return cute.make_tensor(pointer, layout)
 
 
 class Stream:

@@ -33,13 +33,13 @@ from epicute.quant.smoothing import Means
 
 __all__ = ["CacheWriteKernel", "CacheWritePlan", "WriteSpec", "plan_cache_write"]
 
-ROWS = 128
+ROWS = 64
 """Rows of a block."""
 
 THREADS = 128
 """Threads of a block."""
 
-CHUNKS = 8
+CHUNKS = 4
 """Chunks of a wave."""
 
 TOKENS = 16

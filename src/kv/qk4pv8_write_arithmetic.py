@@ -5,6 +5,13 @@ A thread holds eight adjacent channels, which are one word of a page; two neighb
 E2M1 has no instruction on Hopper. Its magnitudes lie 1/2 apart below 2, 1 apart to 4 and 2 apart to 6, so that adding
 p * 2^22, where p is the power of two at or below the magnitude and at least 1, rounds to the nearest one, ties to the
 even code, and leaves the code, less 2 * log2(p), in the sum's last bits.
+
+Of finite values (``encode_finite``) it is the sum of three such roundings of halves h of a magnitude, cut to [0, 1] for
+nothing by the instructions that make them, which all run where products do and not where integers are:
+
+    2^23 + 4 * [h] + 2 * [h - 1] + [h - 2]
+
+Where a term is not zero those before it are even, so that ties stay where they are.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ from epicute.quant.nvfp4 import SIXTH
 __all__ = [
     "block_scale",
     "e4m3_byte",
+    "encode_finite",
     "encode_word",
     "in_terms",
     "is_finite",
@@ -42,6 +50,13 @@ add.s32 t, p, {addend}; mov.b32 r, t; add.rn.f32 r, a, r; mov.b32 t, r;
 sub.s32 t, t, p; shr.u32 s, p, 22; add.s32 t, t, s; shl.b32 t, t, {place}; add.s32 $0, $1, t; }}"""
 _SIGN = """{{ .reg .b32 s; mov.b32 s, $2; shr.u32 s, s, {down}; and.b32 s, s, {mask};
 or.b32 $0, $1, s; }}"""
+
+
+_HALVES = """{{ .reg .f32 a, h, u; .reg .b32 t;
+abs.f32 a, $2; mul.rn.f32 h, a, $3; mul.rn.sat.f32 u, a, $3; fma.rn.f32 a, u, 0f40800000, 0f4B000000;
+add.rn.sat.f32 u, h, 0fBF800000; fma.rn.f32 a, u, 0f40000000, a;
+add.rn.sat.f32 u, h, 0fC0000000; add.rn.f32 a, a, u;
+mov.b32 t, a; shl.b32 t, t, {place}; add.s32 $0, $1, t; }}"""
 
 
 def subtract(a: Any, b: Any) -> Any:
@@ -83,7 +98,8 @@ def block_scale(amax: Any, k_scale: Any) -> tuple[Any, Any, Any]:
     scale = multiply((code << 20).bitcast(Float32), 2.0**120)
     if k_scale is not None:
         scale = multiply(scale, k_scale)
-    inverse = select(code == Int32(0), Float32(0.0), reciprocal(scale))
+    inverse = reciprocal(scale) if k_scale is not None else _inverse_of_code(scale)
+    inverse = select(code == Int32(0), Float32(0.0), inverse)
     return code, inverse, wanted
 
 
@@ -101,6 +117,34 @@ def encode_word(lanes: list[Any], inverse: Any, order: str) -> Any:
     # All offsets at once, in 32 bits.
     offsets %= 1 << 32
     return (magnitudes - Int32(offsets - (offsets >> 31 << 32))) | signs
+
+
+def _inverse_of_code(scale: Any) -> Any:
+    """``reciprocal`` of an E4M3 code's value: one step of Newton's, without the branch for denormal numbers."""
+    text = """{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $1; neg.f32 e, $1; fma.rn.f32 e, e, r, 0f3F800000;
+fma.rn.f32 $0, r, e, r; }"""
+    return asm(text, "=f,f", Float32, scale)
+
+
+def encode_finite(lanes: list[Any], inverse: Any, order: str) -> Any:
+    """``encode_word`` of finite channels and of an inverse without ``k_scale``."""
+    half = multiply(inverse, 0.5)
+    word, offset = Int32(0), 0
+    for channel, x in enumerate(lanes):
+        place = magnitude_bit(order, channel)
+        text = _HALVES.format(place=place)
+        word = asm(text, "=r,r,f,f", Int32, word, Float32(x), half)
+        offset += 0x4B000000 << place
+    offset %= 1 << 32
+    word = word - Int32(offset - (offset >> 31 << 32))
+    # Sign bits of two channels are sixteen apart in the word, as they are in a register of two high halves.
+    channels = {sign_bit(order, channel): channel for channel in range(8)}
+    for place in sorted(bit for bit in channels if bit < 16):
+        text = f"""{{ .reg .b32 s; prmt.b32 s, $2, $3, 0x7632; shr.u32 s, s, {15 - place};
+and.b32 s, s, 0x{0x10001 << place:X}; or.b32 $0, $1, s; }}"""
+        pair = (Float32(lanes[channels[place + i]]) for i in (0, 16))
+        word = asm(text, "=r,r,f,f", Int32, word, *pair)
+    return word
 
 
 def pack_quad(lanes: list[Any]) -> Any:

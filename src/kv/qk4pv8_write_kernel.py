@@ -1,7 +1,8 @@
 """Rows of keys and values to QK4PV8 pages in one pass. Imports the DSL.
 
-A block takes 128 adjacent rows of one KV head. Their slots are cut in chunks: adjacent rows whose slots lie in the same
-sixteen. A wave is eight chunks, and a unit of a wave is four tokens of a chunk and eight channels:
+A block takes 64 adjacent rows of one KV head, all of which are on their way to shared memory while it finds their
+places. Their slots are cut in chunks: adjacent rows whose slots lie in the same sixteen. A wave is four chunks, and a
+unit of a wave is four tokens of a chunk and eight channels:
 
     thread      row of tokens 2w, 2w + 1, 2w + 8, 2w + 9 of a chunk, 16 bytes of each: what one word of V^T holds
     keys        centred; amax of a block over two lanes; word of nibbles and scale bytes straight to the page
@@ -10,11 +11,12 @@ sixteen. A wave is eight chunks, and a unit of a wave is four tokens of a chunk 
     values      four rows of a channel are one word; through shared memory, sixteen tokens of a channel to a store
 
     row_of[chunk * 16 + token]      row in the block, -1 for none
-    values[channel][chunk ^ channel / 8 % 8][16]          rows of V^T of a wave
+    keys[row][channel], value_rows[row][channel]          of the block, as they came
+    values[channel][chunk][16]                            rows of V^T of a wave, 16 bytes more behind eight channels
     delta[query head][chunk][token]                       ΔS of a wave
 
 Where slots follow each other, as in prefill, a wave is the whole block and every store is full. Rows scattered one by
-one take a wave for eight: right, and slow. The bits of a row do not depend on the rows beside it.
+one take a wave for four: right, and slow. The bits of a row do not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from epicute.kv.qk4pv8_write import CHUNKS, ROWS, THREADS, TOKENS
 from epicute.kv.qk4pv8_write_arithmetic import in_terms
@@ -34,13 +36,35 @@ from epicute.quant.dsl import add_count, asm, begin
 __all__ = ["CacheWriter"]
 
 
+PLAIN, USUAL, GROUPED = 5, 4, 3
+"""Blocks of an SM, with neither ΔS nor counters nor a scale of keys, and with means by row: as many as shared memory
+and registers hold."""
+
+
 def forgotten(x: Any) -> Any:
     """The same integer, of which nothing is computed ahead of its loop: that would have to be kept in registers."""
     return asm("mov.b32 $0, $1;", "=r,r", Int32, x, effects=True)
 
 
+def digits(x: Any, *radices: int) -> list[Any]:
+    """Digits of a number that is not negative, the last one first; what is left over comes last."""
+    rest, found = Uint32(x), []
+    for radix in radices:
+        found.append(Int32(rest % radix))
+        rest = rest // radix
+    return [*found, Int32(rest)]
+
+
 class CacheWriter(Units):
     """Device code of one ``WriteSpec``; calling it traces the launch."""
+
+    @property
+    def blocks(self) -> int:
+        """Of an SM at least."""
+        if self.spec.grouped:
+            return GROUPED
+        plain = not (self.spec.terms or self.spec.counted or self.spec.k_scaled)
+        return PLAIN if plain else USUAL
 
     @cute.jit
     def __call__(self, anchor: cute.Tensor, arguments: Any, stream: Any) -> None:
@@ -51,8 +75,8 @@ class CacheWriter(Units):
             grid=(Int32(self.given(arguments, "blocks")), 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
-            min_blocks_per_mp=3,
-            preferred_smem_carveout=-1,
+            min_blocks_per_mp=self.blocks,
+            preferred_smem_carveout=100,
             use_pdl=True,
         )
 
@@ -66,18 +90,21 @@ class CacheWriter(Units):
         first, head = block // heads * ROWS, block % heads
         losses = cute.make_rmem_tensor(len(COUNTERS), Int32)
         losses.fill(0)
+        self._fetch(arguments, shared, first, head, thread)
         for i in cutlass.range_constexpr(ROWS * TOKENS // 4 // THREADS):
             place = shared.row_of + (thread + i * THREADS) * 4
             shared_view(Int32, place, 1, 4)[0] = Int32(-1)
         cute.arch.sync_threads()
         chunks = self._map(arguments, shared, first, thread)
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
         for wave in cutlass.range((chunks + (CHUNKS - 1)) // CHUNKS, unroll=1):
             start = wave * CHUNKS
             for i in cutlass.range(-(-self.units // THREADS), unroll=1):
                 unit = forgotten(thread) + i * THREADS
-                chunk = unit // (4 * self.lanes)
+                lane, word, chunk = digits(unit, self.lanes, 4)
                 if start + chunk < chunks:
-                    at = (start, chunk, unit // self.lanes % 4, unit % self.lanes)
+                    at = (start, chunk, word, lane)
                     self._unit(arguments, shared, forgotten(first), forgotten(head), at, losses)
             cute.arch.sync_threads()
             self._store_values(arguments, shared, forgotten(head), start, chunks, forgotten(thread))
@@ -96,7 +123,7 @@ class CacheWriter(Units):
         units = spec.group * CHUNKS * 2
         for i in cutlass.range_constexpr(-(-units // THREADS)):
             unit = thread + i * THREADS
-            half, chunk, query = unit % 2, unit // 2 % CHUNKS, unit // (2 * CHUNKS)
+            half, chunk, query = digits(unit, 2, CHUNKS)
             if (unit < units) & (start + chunk < chunks):
                 index, token = self._place(arguments, shared, start + chunk)
                 cell = shared.delta + ((query * CHUNKS + chunk) * TOKENS + half * 8) * 4
@@ -131,11 +158,11 @@ class CacheWriter(Units):
         page = self.page
         for i in cutlass.range_constexpr(page.head_dim * CHUNKS // THREADS):
             unit = thread + i * THREADS
-            chunk, channel = unit % CHUNKS, unit // CHUNKS
+            chunk, eight, ours = digits(unit, CHUNKS, 8)
+            channel = ours * 8 + eight
             if start + chunk < chunks:
                 index, token = self._place(arguments, shared, start + chunk)
-                place = shared.values + channel * (CHUNKS * TOKENS)
-                place += (chunk ^ (channel // 8 % CHUNKS)) * TOKENS
+                place = shared.values + channel * (CHUNKS * TOKENS) + ours * 16 + chunk * TOKENS
                 words = read(shared_view(Int32, place, 4, 16))
                 rows = shared.row_of + (start + chunk) * TOKENS
                 present = read(shared_view(Int32, rows, 4, 16))

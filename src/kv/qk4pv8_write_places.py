@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Int8, Int16, Int32, Int64, cute
+from cutlass import Boolean, Int8, Int16, Int32, Int64, Uint64, cute
 from cutlass import memory as cutlass_memory
+from cutlass._mlir.dialects import llvm
 
-from epicute.kv.qk4pv8_write import ARGUMENTS, CHUNKS, ROWS, TOKENS, WriteSpec
+from epicute.kv.qk4pv8_write import ARGUMENTS, CHUNKS, ROWS, THREADS, TOKENS, WriteSpec
 from epicute.quant.dsl import Launched
 
 __all__ = ["SIGNS", "Places", "Shared", "read", "shared_view", "store_if", "view"]
@@ -48,9 +49,27 @@ def _store_if(condition, cell, value) -> None:
         cell[0] = value
 
 
+@cute.jit
+def copy_if(condition, target, source) -> None:
+    """Set out to copy 16 bytes to shared memory."""
+    if condition:
+        text = "cp.async.cg.shared.global [$0], [$1], 16;"
+        llvm.inline_asm(
+            None,
+            [target.ir_value(), source.ir_value()],
+            text,
+            "r,l,~{memory}",
+            has_side_effects=True,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+
+
 class Shared(NamedTuple):
     """Addresses in shared memory."""
 
+    keys: Any
+    value_rows: Any
     values: Any
     delta: Any
     row_of: Any
@@ -72,7 +91,9 @@ class Places(Launched):
     def _allocate(self) -> Shared:
         """Shared memory of a block."""
         sizes = {
-            "values": self.page.head_dim * CHUNKS * TOKENS,
+            "keys": ROWS * self.page.head_dim * 2,
+            "value_rows": ROWS * self.page.head_dim * 2,
+            "values": self.page.head_dim * CHUNKS * TOKENS + self.lanes * 16,
             "delta": 4 * self.spec.group * CHUNKS * TOKENS * (self.spec.terms > 0),
             "row_of": ROWS * TOKENS,
             "slots": 8 * ROWS,
@@ -85,6 +106,23 @@ class Places(Launched):
             tensor = allocator.allocate_tensor(cutlass.Uint8, layout, 16)
             found.append(Int32(tensor.iterator.toint()))
         return Shared(*found)
+
+    # --- where rows come from ---
+
+    @cute.jit
+    def _fetch(self, arguments, shared, first, head, thread) -> None:
+        """Set out to copy the block's keys and values to shared memory."""
+        row, lane = thread // self.lanes, thread % self.lanes
+        step = THREADS // self.lanes
+        for name, target in (("keys", shared.keys), ("values", shared.value_rows)):
+            source = self.row(arguments, name, first + row) + Int64(lane) * 16
+            source += Int64(head) * self.given(arguments, f"{name}_head")
+            stride = self.given(arguments, f"{name}_stride") * step
+            for i in cutlass.range_constexpr(ROWS // step):
+                there = first + row + i * step < Int32(self.given(arguments, "rows"))
+                copy_if(there, target + (thread + i * THREADS) * 16, source)
+                source += stride
+        cute.arch.cp_async_commit_group()
 
     # --- where rows go ---
 
@@ -157,8 +195,9 @@ class Places(Launched):
 
     def _place(self, arguments: Any, shared: Any, chunk: Any) -> tuple[Any, Any]:
         """(page, first token) of a chunk."""
-        slot = shared_view(Int64, shared.slots + chunk * 8, 1, 8)[0]
-        return slot // self.page.page_size, Int32(slot % self.page.page_size)
+        slot = shared_view(Uint64, shared.slots + chunk * 8, 1, 8)[0]
+        page, token = slot // self.page.page_size, slot % self.page.page_size
+        return Int64(page), Int32(token)
 
     def _record(self, arguments: Any, page: Any, head: Any) -> Any:
         """Address of a record."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int8, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int8, Int32, Int64, Uint32, cute
 
 from epicute.kv.qk4pv8_write import CHUNKS, TOKENS
 from epicute.kv.qk4pv8_write_arithmetic import (
     block_scale,
+    encode_finite,
     encode_word,
     finite_maximum,
     is_finite,
@@ -18,7 +19,7 @@ from epicute.kv.qk4pv8_write_arithmetic import (
     subtract,
 )
 from epicute.kv.qk4pv8_write_places import Places, read, shared_view, store_if, view
-from epicute.quant.dsl import Vector, asm, divide, is_nan, is_saturated, select, unpack
+from epicute.quant.dsl import asm, divide, is_nan, is_saturated, select, unpack
 
 __all__ = ["COUNTERS", "Units"]
 
@@ -32,6 +33,14 @@ COUNTERS = (
 def pick(chosen: Any, a: Any, b: Any) -> Any:
     """``a`` where ``chosen``, else ``b``."""
     return a if chosen is True else select(chosen, a, b)
+
+
+def here(x: Any) -> Any:
+    """The same number, which nobody has outside of the branch in which it is asked for.
+
+    Else both sides of a branch are computed, and one is chosen.
+    """
+    return asm("mov.b32 $0, $1;", "=f,f", Float32, Float32(x), effects=True)
 
 
 def products(values: list[Any], mean: list[Any]) -> Any:
@@ -54,24 +63,18 @@ class Units(Places):
             at = shared.row_of + (start + chunk) * TOKENS + token
             rows[j] = Int32(shared_view(Int8, at, 1, 1)[0])
             live[j] = Int32(cutlass.select_(rows[j] >= 0, Int32(1), Int32(0)))
-        words = [
-            self._load(arguments, "keys", first + rows[j], head, lane, live[j]) for j in range(4)
-        ]
+        words = [self._load(shared.keys, rows[j], lane) for j in range(4)]
         centred = self._centred(arguments, shared, first, head, place, words, (rows, live))
-        # Values are on their way while keys are encoded, and not before.
-        cute.arch.sync_warp()
-        words = [
-            self._load(arguments, "values", first + rows[j], head, lane, live[j]) for j in range(4)
-        ]
         self._keys(arguments, shared, head, place, centred, live, losses)
+        # Registers of values are not to live beside those of keys.
+        cute.arch.sync_warp()
+        words = [self._load(shared.value_rows, rows[j], lane) for j in range(4)]
         self._values(arguments, shared, place, words, live, losses)
 
-    def _load(self, arguments: Any, name: str, row: Any, head: Any, lane: Any, live: Any) -> Any:
-        """Four words of a row; zero where it is not live."""
-        address = self.row(arguments, name, row)
-        address += Int64(head) * self.given(arguments, f"{name}_head")
-        reach = self.lanes - 1
-        return Vector(lane, self.page.head_dim, reach, Boolean(live != 0)).load(address)
+    def _load(self, base: Any, row: Any, lane: Any) -> Any:
+        """Four words of a row of the block; of its first one where there is none."""
+        address = base + cutlass.max(row, 0) * (2 * self.page.head_dim) + lane * 16
+        return read(shared_view(Int32, address, 4, 16))
 
     def _centred(
         self, arguments: Any, shared: Any, first: Any, head: Any, place: Any, words: Any, who: Any
@@ -93,27 +96,51 @@ class Units(Places):
     @cute.jit
     def _deltas(self, arguments, shared, head, place, groups, centred) -> None:
         """ΔS of all query heads, four at a time."""
-        if cutlass.const_expr(self.spec.group <= 4):
-            self._delta(arguments, shared, head, place, groups, centred, 0)
-        else:
-            for batch in cutlass.range(-(-self.spec.group // 4), unroll=1):
-                self._delta(arguments, shared, head, place, groups, centred, 4 * batch)
+        whole, rest = divmod(self.spec.group, 4)
+        if cutlass.const_expr(whole == 1):
+            self._delta(arguments, shared, head, place, groups, centred, (0, 4))
+        elif cutlass.const_expr(whole > 1):
+            for batch in cutlass.range(whole, unroll=1):
+                self._delta(arguments, shared, head, place, groups, centred, (4 * batch, 4))
+        if cutlass.const_expr(rest > 0):
+            width = 1 << (rest - 1).bit_length()
+            self._delta(arguments, shared, head, place, groups, centred, (4 * whole, width))
 
     @cute.jit
     def _keys(self, arguments, shared, head, place, centred, live, losses) -> None:
         """Nibbles and scales of four rows, to the page."""
         page = self.page
         start, chunk, word, lane = place
-        codes, inverses = self._scales(arguments, centred, live, lane, losses)
+        whole = cute.make_rmem_tensor(1, Int32)
+        codes, inverses = self._scales(arguments, centred, whole, live, lane, losses)
         index, token = self._place(arguments, shared, start + chunk)
         record = self._record(arguments, index, head)
+        words = self._words(centred, inverses, whole)
+        address = record + Int64(page.key_row(token + 2 * word) + 4 * lane)
         for j in cutlass.range_constexpr(4):
-            lanes = [centred[8 * j + i] for i in range(8)]
-            found = encode_word(lanes, inverses[j], page.order)
-            own = token + 2 * word + (j % 2 + j // 2 * 8)
-            address = record + Int64(page.key_row(own) + 4 * lane)
-            store_if(Boolean(live[j] != 0), 4, address, found)
+            own = address + page.key_row(j % 2 + j // 2 * 8)
+            store_if(Boolean(live[j] != 0), 4, own, words[j])
         self._store_scales(record, token + 2 * word, lane, codes, live)
+
+    def _words(self, centred: Any, inverses: Any, whole: Any) -> Any:
+        """Words of four rows."""
+        words = cute.make_rmem_tensor(4, Int32)
+        encode = encode_word if self.spec.k_scaled else encode_finite
+        for j in range(4):
+            lanes = [centred[8 * j + i] for i in range(8)]
+            words[j] = encode(lanes, inverses[j], self.page.order)
+        if not self.spec.k_scaled:
+            self._encode_again(centred, inverses, whole, words)
+        return words
+
+    @cute.jit
+    def _encode_again(self, centred, inverses, whole, words) -> None:
+        """Rows that are not finite."""
+        if whole[0] != 15:
+            for j in cutlass.range_constexpr(4):
+                if whole[0] & (1 << j) == 0:
+                    lanes = [centred[8 * j + i] for i in range(8)]
+                    words[j] = encode_word(lanes, here(inverses[j]), self.page.order)
 
     @cute.jit
     def _groups(self, arguments, first, rows, live, groups) -> None:
@@ -173,13 +200,15 @@ class Units(Places):
         return Int32(self.given(arguments, "k_scale")).bitcast(Float32)
 
     def _scales(
-        self, arguments: Any, centred: Any, live: Any, lane: Any, losses: Any
+        self, arguments: Any, centred: Any, whole: Any, live: Any, lane: Any, losses: Any
     ) -> tuple[Any, list[Any]]:
-        """Codes of the four rows' scales as the bytes of a word, and their inverses."""
+        """Codes of the four rows' scales as the bytes of a word, and their inverses. ``whole``: bits of finite rows."""
         amax = cute.make_rmem_tensor(4, Float32)
+        whole[0] = Int32(0)
         for j in range(4):
             amax[j] = loudest([centred[8 * j + i] for i in range(8)])
-        self._mend(centred, amax, live, losses)
+            whole[0] |= Int32(cutlass.select_(is_finite(amax[j]), Int32(1 << j), Int32(0)))
+        self._mend(centred, amax, whole, live, losses)
         word, inverses = Int32(0), []
         for j in range(4):
             other = cute.arch.shuffle_sync_bfly(amax[j], offset=1)
@@ -188,7 +217,7 @@ class Units(Places):
             word |= code << (8 * j)
             inverses.append(inverse)
             if self.spec.counted:
-                mine = Boolean(live[j] != 0) & (lane % 2 == 0)
+                mine = Boolean(live[j] != 0) & (lane & 1 == 0)
                 clipped = mine & (wanted > Float32(448.0))
                 flushed = mine & (best > Float32(0.0)) & (code == Int32(0))
                 losses[SATURATED] += Int32(cutlass.select_(clipped, Int32(1), Int32(0)))
@@ -196,20 +225,21 @@ class Units(Places):
         return word, inverses
 
     @cute.jit
-    def _mend(self, centred, amax, live, losses) -> None:
+    def _mend(self, centred, amax, whole, live, losses) -> None:
         """Leave what is not finite out of the maxima, and count it."""
-        for j in cutlass.range_constexpr(4):
-            # A row that is none has no key, and what its mean may hold is not counted.
-            whole = is_finite(amax[j])
-            if not whole:
-                finite_maximum(centred, amax, j)
-                if cutlass.const_expr(self.spec.counted):
-                    for i in cutlass.range_constexpr(8):
-                        x = centred[8 * j + i]
-                        nan, broken = is_nan(x), Boolean(~is_finite(x))
-                        infinite = Int32(cutlass.select_(broken, Int32(1), Int32(0))) - nan
-                        losses[NANS] += nan * live[j]
-                        losses[INFINITIES] += infinite * live[j]
+        if whole[0] != 15:
+            for j in cutlass.range_constexpr(4):
+                if whole[0] & (1 << j) == 0:
+                    centred[8 * j] = here(centred[8 * j])
+                    finite_maximum(centred, amax, j)
+                    if cutlass.const_expr(self.spec.counted):
+                        # A row that is none has no key, and what its mean may hold is not counted.
+                        for i in cutlass.range_constexpr(8):
+                            x = centred[8 * j + i]
+                            nan, broken = is_nan(x), Boolean(~is_finite(x))
+                            infinite = Int32(cutlass.select_(broken, Int32(1), Int32(0))) - nan
+                            losses[NANS] += nan * live[j]
+                            losses[INFINITIES] += infinite * live[j]
 
     @cute.jit
     def _store_scales(self, record, token, lane, codes, live) -> None:
@@ -217,11 +247,12 @@ class Units(Places):
         other, step = codes, 2
         if cutlass.const_expr(self.run == 2):
             other, step = cute.arch.shuffle_sync_bfly(codes, offset=2), 4
-        pair = lane % step
+        pair = lane & (step - 1)
         # The even lane of the quarter's first block has the pair (0, 1), its neighbour (2, 3).
         own = codes >> (pair * 16)
         beside = other >> (pair * 16)
-        base = record + Int64(self.page.scale_byte(token + 8 * pair, lane // 2))
+        block = Uint32(lane) // 2
+        base = record + Int64(self.page.scale_byte(Uint32(token + 8 * pair), block))
         if pair < 2:
             a = Int32(cutlass.select_(pair == 0, live[0], live[2])) != 0
             b = Int32(cutlass.select_(pair == 0, live[1], live[3])) != 0
@@ -240,10 +271,10 @@ class Units(Places):
     # --- ΔS ---
 
     @cute.jit
-    def _delta(self, arguments, shared, head, place, groups, centred, query) -> None:
-        """ΔS of four rows and of up to four query heads from ``query`` on, into shared memory."""
+    def _delta(self, arguments, shared, head, place, groups, centred, queries) -> None:
+        """ΔS of four rows and of up to four query heads (from one on, so many) into shared memory."""
         _, chunk, word, lane = place
-        width = 1 << (min(4, self.spec.group) - 1).bit_length()
+        query, width = queries
         sums = cute.make_rmem_tensor(4 * width, Float32)
         sums.fill(0.0)
         passes = self._passes(groups)
@@ -259,8 +290,8 @@ class Units(Places):
         found, index = self._gather([sums[i] for i in range(4 * width)], lane)
         for i in cutlass.range_constexpr(len(found)):
             at = index + i
-            j, own = at % 4, query + at // 4
-            token = 2 * word + j % 2 + j // 2 * 8
+            j, own = at & 3, query + (at >> 2)
+            token = 2 * word + (j & 1) + (j >> 1) * 8
             cell = (own * CHUNKS + chunk) * TOKENS + token
             if own < self.spec.group:
                 shared_view(Float32, shared.delta + cell * 4, 1, 4)[0] = found[i]
@@ -311,8 +342,8 @@ class Units(Places):
                         losses[V_NANS] += nan * live[j]
                         losses[V_INFINITIES] += (beyond - nan) * live[j]
                         losses[V_SATURATED] += is_saturated(rows[j][i]) * (1 - beyond) * live[j]
-        base = shared.values + lane * (8 * CHUNKS * TOKENS)
-        base += ((chunk ^ (lane % CHUNKS)) * TOKENS) + word * 4
+        base = shared.values + lane * (8 * CHUNKS * TOKENS + 16)
+        base += chunk * TOKENS + word * 4
         for i in cutlass.range_constexpr(8):
             found = pack_quad([row[i] for row in rows])
             shared_view(Int32, base + i * (CHUNKS * TOKENS), 1, 4)[0] = found

@@ -210,6 +210,18 @@ class TestKernel:
         for a, b in zip(found, wanted, strict=True):
             assert_equal_bits(a, b)
 
+    @pytest.mark.parametrize("order", ["exact16", "fast8"])
+    def test_halfway_between_two_codes(self, order: str) -> None:
+        """Every block's scale is a power of two, and keys are all quarters of it up to six."""
+        case = Case(terms=0, order=order)
+        batch = drawn(case, 64, "adjacent", 7)
+        draw = torch.Generator().manual_seed(7)
+        quarters = torch.randint(-24, 25, batch.keys.shape, generator=draw) / 4
+        quarters[..., ::16] = 6.0
+        steps = torch.randint(-5, 6, (64, 1, 1), generator=draw)
+        batch.keys.copy_(torch.ldexp(quarters, steps))
+        launch(batch)
+
     def test_terms_are_those_of_one_fp32_number(self) -> None:
         """Three terms hold FP32 exactly; fewer are what ``split_terms`` makes of it."""
         case = CASES["plain"]

@@ -3,7 +3,8 @@
 second warpgroup   leaves its outputs and sums in shared memory, and goes on
 first warpgroup    adds its own; a warp then takes whole columns, a lane adjacent channels
 one part           is the output
-several            go to the workspace; whoever comes last to a head adds them from the first one on
+several            go to the workspace; who has no further part of the head says how many it has left there, and
+                   whoever comes last to a head adds them from the first one on
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ from epicute.attention.sm90.mixed_decode_steps import MEET, DecodeTiles
 from epicute.attention.sm90.softmax import LOG2_E, exp2, fma, maximum
 from epicute.epilogues.dsl import pack_words, pure_asm
 from epicute.gemm.memory import PACKED
+from epicute.quant.dsl import asm
 
 __all__ = ["Meeting"]
+
+MANY, FEW = 16, 8
+"""Parts whose outputs a merge has in registers, or on their way there, as there is room. They divide 32."""
 
 THERE, FREE = 3, 4
 """Named barriers of both warpgroups: the second one's outputs are there; have been read."""
@@ -47,6 +52,9 @@ class Meeting:
         self.spec, self.schedule, self.layout = spec, schedule, layout
         self.shared, self.tiles = shared, tiles
         self.width = spec.page.head_dim // 32
+        tight = schedule.ctas > 1 and self.width > 2 and (spec.terms > 0 or spec.lse)
+        self.ahead = FEW if tight else MANY
+        self.turns = -(-min(spec.group, spec.columns) // 4)
         self.lift = tiles.lift
 
     @cute.jit
@@ -141,14 +149,14 @@ class Meeting:
     def _rows(self, part, arguments) -> None:
         """The part's columns, by whole warps: to the output, or to the workspace."""
         first = part.head % self.spec.blocks * self.spec.columns
-        for i in cutlass.range_constexpr(self.spec.columns // 4):
+        for i in cutlass.range_constexpr(self.turns):
             column = 4 * i + self.tiles.warp
             if first + column < self.spec.group:
                 Meeting._row(self, part, column, first, arguments)
-        if part.pieces > 1:
+        if (part.pieces > 1) & (part.arrivals > 0):
             last = Meeting._arrive(self, part, arguments)
             if last != 0:
-                for i in cutlass.range_constexpr(self.spec.columns // 4):
+                for i in cutlass.range_constexpr(self.turns):
                     own = 4 * i + self.tiles.warp
                     if first + own < self.spec.group:
                         Meeting._merge(self, part, own, first, arguments)
@@ -191,7 +199,7 @@ class Meeting:
     @cute.jit
     def _arrive(self, part, arguments) -> Int32:
         """Whether all parts of the head are there: 1 in the warpgroup that is last."""
-        cute.arch.fence_acq_rel_gpu()
+        # All have stored before the barrier; what one thread then releases and acquires, it does for all.
         Meeting._barrier(self)
         heads = self.spec.kv_heads * self.spec.blocks
         place = Int64(part.request) * heads + Int64(part.head)
@@ -202,46 +210,82 @@ class Meeting:
             assumed_align=4,
         )
         flag = shared_view(Int32, self.shared.flag)
-        _count(counter, flag, part.pieces, Boolean(self.tiles.thread == 0))
+        parts = (part.arrivals, part.pieces)
+        _count(counter, flag, parts, Boolean(self.tiles.thread == 0))
         Meeting._barrier(self)
-        last = shared_view(Int32, self.shared.flag)[0]
-        cute.arch.fence_acq_rel_gpu()
-        return last
+        return shared_view(Int32, self.shared.flag)[0]
 
     @cute.jit
     def _merge(self, part, column, first, arguments) -> None:
-        """Add a column's parts, the first one first."""
-        lane = self.tiles.lane
+        """Add a column's parts, the first one first. ``ahead`` of them are on their way at any time."""
+        lane, width, ahead = self.tiles.lane, self.width, self.ahead
+        step = self.spec.columns * self.spec.page.head_dim * 4
+        base = self._partial(part.origin, column, arguments)
+        held = cute.make_rmem_tensor(ahead * width, Float32)
+        held.fill(0.0)
+        for i in cutlass.range_constexpr(ahead):
+            self._fetch(base + i * step, held, i, i < part.pieces)
+        pair = cute.make_rmem_tensor(2, Float32)
+        self._pair(part, lane, column, pair, arguments)
+        most = Meeting._most(self, part, column, pair, arguments)
+        zero = Float32(cutlass.select_(most == -Float32.inf, Float32(0.0), most))
+        sums = cute.make_rmem_tensor(width + 1, Float32)
+        sums.fill(0.0)
+        # The column's own row, which this warp alone has read, holds 32 parts' weights, then their sums.
+        place = self.shared.out + column * (4 * self.layout.pitch)
+        for start in cutlass.range(0, part.pieces, ahead, unroll=1):
+            # One address for all, not one for each of the loads.
+            base = asm("mov.b64 $0, $1;", "=l,l", Int64, base + ahead * step, effects=True)
+            if start & 31 == 0:
+                if start > 0:
+                    self._pair(part, start + lane, column, pair, arguments)
+                cute.arch.sync_warp()
+                shared_view(Float32, place + lane * 4)[0] = exp2(pair[0] - zero)
+                shared_view(Float32, place + 128 + lane * 4)[0] = pair[1]
+                cute.arch.sync_warp()
+            for both in cutlass.range_constexpr(ahead // 2):
+                row = place + (start & 31) * 4 + both * 8
+                weights = load_from(shared_view(Float32, row, 2))
+                totals = load_from(shared_view(Float32, row + 128, 2))
+                for j in cutlass.range_constexpr(2):
+                    i, number = 2 * both + j, start + 2 * both + j
+                    self._add(sums, held, i, (weights[j], totals[j]), number < part.pieces)
+                    self._fetch(base + i * step, held, i, number + ahead < part.pieces)
+        found = [sums[k] for k in range(width)]
+        Meeting._finish(self, part, first + column, found, (most, sums[width]), arguments)
+
+    def _pair(self, part: Any, number: Any, column: Any, pair: Any, arguments: Any) -> None:
+        """Maximum and sum of a part, the last one's where there is none."""
+        number = part.origin + cutlass.min(number, part.pieces - 1)
+        source = global_view(Float32, self._stats(number, column, arguments), 2)
+        cute.autovec_copy(source, pair)
+
+    @cute.jit
+    def _most(self, part, column, pair, arguments) -> Float32:
+        """The largest maximum of a column's parts; ``pair``: of the lane's part."""
         best = cute.make_rmem_tensor(1, Float32)
-        best[0] = -Float32.inf
-        for start in cutlass.range(0, part.pieces, 32, unroll=1):
-            number = part.origin + cutlass.min(start + lane, part.pieces - 1)
+        best[0] = pair[0]
+        for start in cutlass.range(32, part.pieces, 32, unroll=1):
+            number = part.origin + cutlass.min(start + self.tiles.lane, part.pieces - 1)
             found = global_view(Float32, self._stats(number, column, arguments))[0]
             best[0] = maximum(best[0], found)
         most = best[0]
         for distance in cutlass.range_constexpr(5):
             most = maximum(most, cute.arch.shuffle_sync_bfly(most, 1 << distance))
-        zero = Float32(cutlass.select_(most == -Float32.inf, Float32(0.0), most))
-        values, total = (
-            cute.make_rmem_tensor(self.width, Float32),
-            cute.make_rmem_tensor(1, Float32),
-        )
-        values.fill(0.0)
-        total.fill(0.0)
-        for number in cutlass.range(part.pieces, unroll=8):
-            slot = part.origin + number
-            pair = load_from(global_view(Float32, self._stats(slot, column, arguments), 2))
-            weight = exp2(pair[0] - zero)
-            total[0] = fma(weight, pair[1], total[0])
-            found = load_from(
-                global_view(Float32, self._partial(slot, column, arguments), self.width)
-            )
-            for i in cutlass.range_constexpr(self.width):
-                values[i] = fma(weight, found[i], values[i])
-        sums = (most, total[0])
-        Meeting._finish(
-            self, part, first + column, [values[i] for i in range(self.width)], sums, arguments
-        )
+        return most
+
+    def _fetch(self, source: Any, held: Any, i: int, there: Any) -> None:
+        """A part's outputs to the ``i``-th place of ``held``."""
+        target = cute.make_tensor(held.iterator + i * self.width, cute.make_layout(self.width))
+        _copy_if(global_view(Float32, source, self.width), target, Boolean(there))
+
+    def _add(self, sums: Any, held: Any, i: int, pair: tuple[Any, Any], there: Any) -> None:
+        """A part's outputs and sum, times its weight."""
+        weight, total = pair
+        values = [held[i * self.width + k] for k in range(self.width)] + [total]
+        for k, x in enumerate(values):
+            added = fma(weight, x, sums[k])
+            sums[k] = Float32(cutlass.select_(there, added, sums[k]))
 
     def _finish(self, part: Any, query: Any, values: Any, sums: Any, arguments: Any) -> None:
         """A head's output and LSE; 0 and -inf where it sees no key."""
@@ -277,12 +321,13 @@ def _copy_if(source: cute.Tensor, target: cute.Tensor, condition: Boolean) -> No
 
 
 @cute.jit
-def _count(counter, flag, pieces, condition) -> None:
-    """Say in ``flag`` whether this part is the last one, and leave the counter at 0 behind it."""
+def _count(counter, flag, parts, condition) -> None:
+    """Say in ``flag`` whether these parts are the last ones, and leave the counter at 0 behind them."""
+    arrivals, pieces = parts
     if condition:
-        before = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
-        flag[0] = Int32(before == pieces - 1)
-        if before == pieces - 1:
+        before = cute.arch.atomic_add(counter, arrivals, sem="acq_rel", scope="gpu")
+        flag[0] = Int32(before + arrivals == pieces)
+        if before + arrivals == pieces:
             cute.make_tensor(counter, cute.make_layout(1))[0] = Int32(0)
 
 

@@ -36,6 +36,9 @@ from epicute.quant.dsl import asm, divide, unpack
 
 __all__ = ["Scribe"]
 
+HELD = 17
+"""Words of a new row: key, value, the number of its page, eight channels of the mean."""
+
 QUERY = "cvt.rn.f16x2.f32 $0, $2, $1;"
 
 
@@ -57,12 +60,18 @@ class Scribe:
         part = Scribe._take(self, mail, lane)
         while part.valid != 0:
             slot, turn = mail % 2, mail // 2 % 2
+            newest = Int32(0)
+            held = cute.make_rmem_tensor(HELD, Int32)
+            held.fill(0)
+            if cutlass.const_expr(self.spec.append):
+                last = (part.first + part.count == part.tiles) & (part.length > 0)
+                newest = Int32(cutlass.select_(last, Int32(1), Int32(0)))
+                if newest != 0:
+                    Scribe._ask(self, arguments, part, held, lane)
             cute.arch.mbarrier_wait(self.barriers.q_empty + slot, turn ^ 1)
             Scribe._queries(self, arguments, part, slot, lane)
             if cutlass.const_expr(self.spec.append):
-                newest = part.first + part.count == part.tiles
-                if newest & (part.length > 0):
-                    Scribe._row(self, arguments, part, slot, lane)
+                Scribe._row(self, arguments, part, newest, (slot, held), lane)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
             if lane == 0:
@@ -133,20 +142,43 @@ class Scribe:
     # --- the new row ---
 
     @cute.jit
-    def _row(self, arguments, part, slot, lane) -> None:
-        """Quantise a request's new key and value, for the part's last tile and for the page."""
-        spec, page = self.spec, self.page
+    def _ask(self, arguments, part, held, lane) -> None:
+        """Have a request's new key and value on their way, the page they go to, and the mean of keys."""
+        spec = self.spec
         kv_head, own = part.head // spec.blocks, lane % self.lanes
-        group = self._group(arguments, part.request)
-        base = self.shared.rows + slot * self.layout.row_bytes
-        found = []
-        for name in ("new_k", "new_v"):
+        for i in cutlass.range_constexpr(2):
+            name = ("new_k", "new_v")[i]
             place = Int64(part.request) * arguments[at(f"{name}_batch")]
             place += Int64(kv_head) * arguments[at(f"{name}_head")] + Int64(own) * 16
-            found.append(unpack(self._halves(arguments[at(name)] + place), spec.dtype))
-        keys, values = found
+            words = self._halves(arguments[at(name)] + place)
+            for w in cutlass.range_constexpr(4):
+                held[4 * i + w] = words[w]
+        held[8] = load_int(
+            arguments[at("page_table")] + Int64(part.request) * arguments[at("table_row")],
+            (part.length - 1) // self.page.page_size,
+        )
         if cutlass.const_expr(spec.terms > 0):
-            mean = self._mean(arguments, "k_mean", group * spec.kv_heads + kv_head, own * 8)
+            row = self._group(arguments, part.request) * spec.kv_heads + kv_head
+            mean = self._mean(arguments, "k_mean", row, own * 8)
+            for i in cutlass.range_constexpr(8):
+                held[9 + i] = Float32(mean[i]).bitcast(Int32)
+
+    @cute.jit
+    def _row(self, arguments, part, newest, row, lane) -> None:
+        """The new row, where a part has it."""
+        if newest != 0:
+            Scribe._quantise(self, arguments, part, row, lane)
+
+    @cute.jit
+    def _quantise(self, arguments, part, row, lane) -> None:
+        """Quantise a request's new key and value, for the part's last tile and for the page; ``row``: see ``_ask``."""
+        slot, held = row
+        spec, page = self.spec, self.page
+        kv_head, own = part.head // spec.blocks, lane % self.lanes
+        base = self.shared.rows + slot * self.layout.row_bytes
+        keys, values = (unpack([held[4 * i + w] for w in range(4)], spec.dtype) for i in range(2))
+        if cutlass.const_expr(spec.terms > 0):
+            mean = [Int32(held[9 + i]).bitcast(Float32) for i in range(8)]
             keys = [subtract(x, m) for x, m in zip(keys, mean, strict=True)]
         code, word = self._encode(arguments, keys)
         if cutlass.const_expr(spec.v_scaled):
@@ -159,11 +191,7 @@ class Scribe:
             cell = shared_view(Int32, base + self.layout.row_values + own * 8 + 4 * i)
             _set_if(cell, packed[i], first)
         _set_if(shared_view(Int8, base + self.layout.row_scales + own // 2), Int8(code), even)
-        token = part.length - 1
-        number = load_int(
-            arguments[at("page_table")] + Int64(part.request) * arguments[at("table_row")],
-            token // page.page_size,
-        )
+        token, number = part.length - 1, held[8]
         stores = Boolean(part.head % spec.blocks == 0)
         record = Int64(number) * arguments[at("page_stride")]
         record += Int64(kv_head) * arguments[at("head_stride")] + arguments[at("records")]

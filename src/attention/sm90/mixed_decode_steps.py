@@ -31,7 +31,7 @@ from epicute.attention.sm90.mixed_decode_places import (
 from epicute.attention.sm90.softmax import exp2, fma, maximum
 from epicute.epilogues.dsl import pure_asm
 from epicute.layouts.qk4pv8 import exact16_pairs, position_of, token_at
-from epicute.quant.dsl import divide
+from epicute.quant.dsl import asm, divide
 
 __all__ = ["DecodeTiles"]
 
@@ -60,9 +60,8 @@ class DecodeTiles:
     ) -> None:
         self.spec, self.page, self.layout, self.shared = spec, spec.page, layout, shared
         self.number = cute.arch.make_warp_uniform(thread // 128)
-        self.thread, self.lane = thread % 128, thread % 32
         self.warp = cute.arch.make_warp_uniform(thread // 32 % 4)
-        self.g, self.t = self.lane // 4, self.lane % 4
+        self._stand(thread)
         self.qk, self.pv = products
         self.qk_part, pv_part = self.qk.get_slice(0), self.pv.get_slice(0)
         self.b_q = self.qk_part.make_fragment_B(self.qk_part.partition_B(shared.q_tensor))
@@ -76,12 +75,19 @@ class DecodeTiles:
         self.total = cute.make_rmem_tensor(self.count, Float32)
         self.lift = log2(spec.p_scale)
 
+    def _stand(self, thread: Any) -> None:
+        """Take a place in the warpgroup."""
+        self.thread, self.lane = thread % 128, thread % 32
+        self.g, self.t = self.lane // 4, self.lane % 4
+
     def column(self, i: int) -> Any:
         """The thread's ``i``-th column."""
         return i // 2 * 8 + 2 * self.t + i % 2
 
     def begin(self, part: Any, slot: Any, arguments: Any) -> None:
         """Set out on a part, whose queries are in ``slot``."""
+        # What places follow from the thread is found again for each part: registers do not hold it over the merge.
+        self._stand(asm("mov.b32 $0, $1;", "=r,r", Int32, self.thread, effects=True))
         self.part, self.slot = part, slot
         self.unit = Int32(arguments[at("unit")]).bitcast(Float32)
         k_scale = Int32(arguments[at("k_scale")]).bitcast(Float32)
@@ -113,22 +119,24 @@ class DecodeTiles:
     @cute.jit
     def _complete(self, kept, stage) -> None:
         """Clear values behind the end, and enter the new row."""
+        # Nothing of this is computed ahead of the tiles, where it would have to be kept in registers.
+        thread = asm("mov.b32 $0, $1;", "=r,r", Int32, self.thread, effects=True)
         base = self.shared.v + stage * self.layout.value_stage
         for i in cutlass.range_constexpr(TILE // 16 * self.page.head_dim // 128):
-            unit = self.thread + i * 128
+            unit = thread + i * 128
             chunk, channel = unit // self.page.head_dim, unit % self.page.head_dim
             if chunk * 16 + 16 > kept:
                 place = value_place(channel, chunk * 16, self.page.head_dim, self.page.page_size)
                 DecodeTiles._clear(self, base + place, kept - chunk * 16)
         if cutlass.const_expr(self.spec.append):
-            DecodeTiles._append(self, kept, stage)
+            DecodeTiles._append(self, kept, stage, thread)
         cute.arch.fence_view_async_shared()
         self._barrier()
 
     @cute.jit
-    def _append(self, kept, stage) -> None:
+    def _append(self, kept, stage, thread) -> None:
         if kept > 0:
-            DecodeTiles._enter(self, kept - 1, stage)
+            DecodeTiles._enter(self, kept - 1, stage, thread)
 
     def _clear(self, address: Any, kept: Any) -> None:
         """Zero of sixteen tokens those from ``kept`` on."""
@@ -145,9 +153,9 @@ class DecodeTiles:
             found[w] = words[w] & mask
         cute.autovec_copy(found, cells)
 
-    def _enter(self, token: Any, stage: Any) -> None:
+    def _enter(self, token: Any, stage: Any, thread: Any) -> None:
         """The new row to its place in the tile, as the scribe left it."""
-        spec, page, layout, thread = self.spec, self.page, self.layout, self.thread
+        spec, page, layout = self.spec, self.page, self.layout
         row = self.shared.rows + self.slot * layout.row_bytes
         number, own = token // page.page_size, token % page.page_size
         keys = self.shared.k + stage * layout.key_stage + number * layout.key_page
