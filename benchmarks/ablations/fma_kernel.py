@@ -126,15 +126,14 @@ class HalfRows(Rows):
 class FmaSteps(DecodeSteps):
     """The steps over a slab; logits are lists by turn and query row."""
 
-    def __init__(self, spec: Any, schedule: Any, warp: Any, lane: Any) -> None:
-        super().__init__(spec, schedule, None, warp, lane)
+    def __init__(self, spec: Any, schedule: Any, shared: Any, warp: Any, lane: Any) -> None:
+        super().__init__(spec, schedule, shared, warp, lane)
         self.rows: Any = (Int4Rows if spec.packed else HalfRows)(spec, schedule, lane)
-        self.operands = self.rows
+        self.operands, self.joint = self.rows, 1
         self.turns = SLAB // self.rows.tokens
         count = self.count = spec.columns
         self.out, self.query = (cute.make_rmem_tensor(count * WIDTH, Float32) for _ in range(2))
         self.maximum, self.total = (cute.make_rmem_tensor(count, Float32) for _ in range(2))
-        self.correction.fill(1.0)  # outputs are rescaled where they are added to
 
     def _load_query(self) -> None:
         spec, arguments = self.spec, self.arguments
@@ -155,25 +154,20 @@ class FmaSteps(DecodeSteps):
             for i, x in enumerate(lanes):
                 self.query[column * WIDTH + i] = x * scale
 
+    def _settle(self) -> None:
+        """Maxima and outputs are what they are."""
+
     # A slab is taken in two halves, or their logits would not fit the registers beside queries and outputs.
 
-    def _logits(self) -> list[list[Any]]:
-        return []
-
-    def _mask(self, logits: list[list[Any]], token: Any) -> list[Any]:
-        return [token]
-
-    def _soften(self, logits: list[list[Any]]) -> None:
-        """In ``_weigh``."""
-
-    def _weigh(self, logits: list[list[Any]], seen: list[Any] | None) -> None:
+    def _take(self, stages: list[Any], slab: Any, token: Any, masked: bool) -> None:
+        self.rows.begin(stages[0], slab)
         at_once = self.turns // 2
         for first in range(0, self.turns, at_once):
             turns = range(first, first + at_once)
             found = [self._scores(turn) for turn in turns]
             kept: list[Any] = [None] * at_once
-            if seen is not None:
-                kept = [self._hide(x, seen[0], turn) for x, turn in zip(found, turns, strict=True)]
+            if masked:
+                kept = [self._hide(x, token, turn) for x, turn in zip(found, turns, strict=True)]
             self._exponentials(found)
             for turn, lanes, some in zip(turns, found, kept, strict=True):
                 self._add(turn, lanes, some)
@@ -239,7 +233,7 @@ class FmaMerge(Merge):
 
     def __init__(self, spec: Any, schedule: Any, shared: dict[str, Any]) -> None:
         super().__init__(spec, schedule, shared)
-        self.columns, self.order = spec.columns, "bf16"
+        self.columns, self.order, self.shift = spec.columns, "bf16", 0
 
     def _meet(self, steps: Any, slot: Any, arguments: Any) -> None:
         lanes = steps.rows.lanes
@@ -313,8 +307,11 @@ def _store_four(
 class HopperFma(HopperDecode):
     """The library's kernel with its products by FMA."""
 
+    def _resident(self) -> int:
+        return 1
+
     def _steps(self, shared: dict[str, Any], warp: Any, lane: Any) -> DecodeSteps:
-        return FmaSteps(self.spec, self.schedule, warp, lane)
+        return FmaSteps(self.spec, self.schedule, shared, warp, lane)
 
     def _merge(self, shared: dict[str, Any]) -> Merge:
         return FmaMerge(self.spec, self.schedule, shared)

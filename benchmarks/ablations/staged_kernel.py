@@ -1,7 +1,7 @@
 """Keys in natural channel order, by way of a tile in shared memory (FuTransformer 4.6). Imports the DSL.
 
 A warp expands its sixteen tokens' keys into float16, stores them as rows of a swizzled tile of its own, and reads the
-fragments back by ldmatrix; queries go the same way, once. Everything else is the library's kernel: ring, softmax,
+fragments back by ldmatrix; queries are read in the same order. Everything else is the library's kernel: ring, softmax,
 values, partial results.
 """
 
@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutlass import Float32, cute
+from cutlass import Float32, Int32, cute
 
 from epicute.attention.decode_fragments import TileLayout
 from epicute.attention.sm90.decode_kernel import HopperDecode
-from epicute.attention.sm90.decode_operands import Int4Operands, TableOperands
+from epicute.attention.sm90.decode_operands import Int4Operands, TableOperands, query_place
 from epicute.attention.sm90.decode_ptx import (
     load_matrices,
     permute_bytes,
+    shared_load,
     shared_store,
     shift_right,
 )
@@ -33,6 +34,7 @@ ROWS = 16
 class Staged(Int4Operands):
     """Int4 operands whose keys pass through a tile. ``place``: where the warp's is."""
 
+    joint, key_zero, lift = 1, 0.0, 1.0
     place: Any
 
     def __init__(self, *given: Any) -> None:
@@ -47,10 +49,10 @@ class Staged(Int4Operands):
 
     def begin(self, stage: Any, slab: Any) -> None:
         super().begin(stage, slab)
-        rows = self._keys()
+        words = [self._key_words(2 * i) for i in range(self.run)]
         cute.arch.sync_warp()
-        for half, words in enumerate(rows):
-            for i, word in enumerate(words):
+        for i, both in enumerate(words):
+            for half, word in enumerate(both):
                 self._put(self.g + 8 * half, i, self._expanded(word))
         cute.arch.sync_warp()
 
@@ -64,22 +66,15 @@ class Staged(Int4Operands):
         moved = (self._turn ^ (unit % self.layout.units)) * 16
         return load_matrices(self.place + self._row + moved + self.layout.chunk_offset(unit))
 
-    def query(self, address: Any, inside: Any) -> tuple[list[list[Any]], Any]:
-        pairs, power = super().query(address, inside)
-        words = [word for pair in pairs for word in pair]
-        cute.arch.sync_warp()
-        for i in range(self.run):
-            self._put(self.g, i, words[4 * i : 4 * i + 4])
-        cute.arch.sync_warp()
-        found = []
-        for step in range(0, self.steps, 2):
-            unit = 2 * step + self.lane // 8
-            some = load_matrices(self.place + self.layout.offset(self.lane % 8, unit))
-            found += [some[:2], some[2:]]
-        return found, power
+    _put_query = Int4Operands._put_query
 
-    def _ordered(self, lanes: list[Any]) -> list[Any]:
-        return lanes
+    def prepared(self, row: Any, step: int) -> list[list[Any]]:
+        return [[self._pair(row, 16 * s + depth) for depth in (0, 8)] for s in (step, step + 1)]
+
+    def _pair(self, row: Any, first: int) -> Any:
+        """Two channels of a query, of the eight from ``first`` on."""
+        place = query_place(self.t * 2 + first, self.spec.head_dim)
+        return shared_load(Int32, row + place)[0]
 
 
 class StagedTable(Staged, TableOperands):
@@ -87,7 +82,7 @@ class StagedTable(Staged, TableOperands):
 
     def _expanded(self, word: Any) -> list[Any]:
         # A byte holds channels 2 apart: of bytes 0 and 2 the first four, of 1 and 3 the others.
-        codes = [self._looked_up(word, byte, 0) for byte in range(4)]
+        codes = [self._looked_up(word, byte) for byte in range(4)]
         return [
             permute_bytes(codes[first], codes[first + 2], selection)
             for first in range(2)
@@ -98,17 +93,17 @@ class StagedTable(Staged, TableOperands):
 class StagedNibbles(Staged):
     """Every nibble by itself: shifted, masked, converted, and 8 subtracted."""
 
+    value_zero = None
+
     def _expanded(self, word: Any) -> list[Any]:
         lanes = [number(word, 4 * nibble_of_channel(c)) for c in range(8)]
         return pack_words(lanes, "f16")
 
     def value(self, tile: int, kept: list[Any] | None) -> list[Any]:
-        if not self.merged:
-            self._load_values()
         found = []
         for word in self.merged[tile // 4]:
             lanes = [number(word, 4 * (tile % 4) + half) for half in (0, 16)]
-            found += pack_words(lanes, "bf16")
+            found += pack_words(lanes, "f16")
         return found
 
 
@@ -120,6 +115,9 @@ def number(word: Any, shift: int) -> Any:
 class HopperStaged(HopperDecode):
     """The library's kernel with staged keys; by the table where the schedule has one."""
 
+    def _resident(self) -> int:
+        return 1
+
     def _areas(self) -> dict[str, int]:
         return {**super()._areas(), "staged": self.schedule.warps * self._bytes() // 4}
 
@@ -128,10 +126,8 @@ class HopperStaged(HopperDecode):
         return ROWS * 2 * self.spec.head_dim
 
     def _steps(self, shared: dict[str, Any], warp: Any, lane: Any) -> DecodeSteps:
-        steps = super()._steps(shared, warp, lane)
         kind = StagedTable if self.schedule.tabled else StagedNibbles
         given = (self.spec, self.schedule, lane)
         operands = kind(*given, shared["table"]) if self.schedule.tabled else kind(*given)
         operands.place = shared["staged"] + warp * self._bytes()
-        steps.operands = operands
-        return steps
+        return DecodeSteps(self.spec, self.schedule, shared, warp, lane, operands)

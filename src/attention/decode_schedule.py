@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from epicute.attention.decode_fragments import TABLE
 from epicute.attention.decode_spec import DecodeSpec
@@ -17,20 +17,26 @@ SMEM = 227 * 1024
 RING = 96 * 1024
 """Bytes of keys and values in shared memory, which keep memory busy."""
 
+RING_OF_RECORDS = 102 * 1024
+"""The same of records: as many as the rest leaves room for, as what is at hand lasts while a piece ends."""
+
 MOST_GROUPS = 4
 """Groups of warps with columns of their own."""
 
 SHARED = 110 * 1024
 """Bytes of shared memory of a CTA, where that can be kept: two kernels of a chain then fit on an SM."""
 
-TABLE_BYTES = 2048
-"""Tables of byte codes: 256 words for keys, and for values."""
+TABLE_BYTES = 1024
+"""The table of byte codes: 256 words."""
 
-MAIL_SLOTS = 2
+NEW_ROW_BYTES = 144
+"""Of a new row in shared memory: 64 of nibbles of keys and of values each, two scales, to a multiple of 16."""
+
+MAIL_SLOTS = 3
 MAIL_FIELDS = 10
 """Work items in shared memory, and their 32-bit integers."""
 
-TRADED = (40, 232)
+TRADED = (72, 216)
 """Registers of a thread that loads, and of one that multiplies, where they trade."""
 
 PARTS_OF_REQUEST = 256
@@ -129,6 +135,10 @@ class DecodeSchedule:
         """Columns of a CTA, those that pad included."""
         return 8 * self.column_tiles(spec) * self.groups(spec)
 
+    def live_columns(self, spec: DecodeSpec) -> int:
+        """Columns of a CTA that are query rows, in some block."""
+        return min(self.columns(spec), spec.columns)
+
     def unit(self, spec: DecodeSpec) -> int:
         """Tokens that are copied at a time: a page, or a tile where that is smaller."""
         return self.tile if spec.page is None else min(spec.page, self.tile)
@@ -141,21 +151,35 @@ class DecodeSchedule:
         return 2 * self.tile * spec.row_bytes
 
     def merge_tiles(self, spec: DecodeSpec) -> int:
-        """Sixteens of channels that warps exchange at a time: as many as there is room for."""
+        """Sixteens of channels that warps exchange at a time: as many as there is room for.
+
+        A CTA that takes all registers stands alone on its SM, and has all of its memory.
+        """
         everything = spec.head_dim // 16
         least = 4 if self.tabled else 2
+        room = SMEM if self.trades(spec) else SHARED
         for count in (everything, 8, 4, 2):
-            if least <= count <= everything and self._total(spec, count) <= SHARED:
+            if least <= count <= everything and self._total(spec, count) <= room:
                 return count
         return least
 
     def _merge_bytes(self, spec: DecodeSpec, tiles: int) -> int:
-        rows = self.warps * 8 * self.column_tiles(spec)
-        return rows * (16 * tiles + 4) * 4
+        rows = self.sharers(spec) * self.live_columns(spec)
+        outputs = rows * (16 * tiles + 4) * 4
+        queries = self.columns(spec) * (self.query_pitch(spec) + 8) if spec.packed else 0
+        return max(outputs, queries)
 
     def merge_bytes(self, spec: DecodeSpec) -> int:
-        """Bytes in which warps meet."""
+        """Bytes in which warps meet: at a piece's end with their outputs, at its beginning with rotated queries."""
         return self._merge_bytes(spec, self.merge_tiles(spec))
+
+    def query_pitch(self, spec: DecodeSpec) -> int:
+        """Bytes of a rotated query in shared memory: four runs of channels, apart so that no two meet in a bank."""
+        return 4 * (spec.head_dim // 2 + 16)
+
+    def append_bytes(self, spec: DecodeSpec) -> int:
+        """Bytes of new rows that are quantised: their nibbles of keys and of values, and two scales."""
+        return spec.rows * NEW_ROW_BYTES if spec.append else 0
 
     def shared_memory(self, spec: DecodeSpec) -> int:
         """Bytes of shared memory of a CTA, the allocator's alignment included."""
@@ -163,7 +187,7 @@ class DecodeSchedule:
 
     def _total(self, spec: DecodeSpec, tiles: int) -> int:
         found = self.stages * self.stage_bytes(spec) + self._merge_bytes(spec, tiles)
-        found += TABLE_BYTES * self.tabled
+        found += TABLE_BYTES * self.tabled + self.append_bytes(spec)
         return found + self.warps * 8 * self.column_tiles(spec) * 8 + 16 * self.stages + 512
 
     def parts(self, spec: DecodeSpec) -> int | None:
@@ -232,8 +256,26 @@ class DecodeSchedule:
 def choose_decode(spec: DecodeSpec) -> DecodeSchedule:
     """The schedule for ``spec`` on Hopper.
 
-    Wide rows keep four warps at the pace of memory; narrow ones need eight, or their latency shows.
+    Wide rows keep four warps at the pace of memory; narrow ones need eight, or their latency shows. Of records so
+    little is read that the beginning and the end of a kernel show: where they can, the next one's CTAs stand beside
+    this one's. Four warps leave registers for that of themselves.
     """
     tile, warps = (128, 8) if spec.row_bytes <= 128 else (64, 4)
     one = DecodeSchedule(tile, warps, 1).stage_bytes(spec)
-    return DecodeSchedule(tile, warps, max(2, min(8, RING // one)))
+    found = DecodeSchedule(tile, warps, max(2, min(8, RING // one)))
+    if spec.packed:
+        more = replace(found, stages=min(8, RING_OF_RECORDS // one))
+        found = more if more.shared_memory(spec) <= SHARED else found
+    fits = _leaves_registers(spec, found) and found.shared_memory(spec) <= SHARED
+    return replace(found, resident=2, carveout=100) if fits else found
+
+
+def _leaves_registers(spec: DecodeSpec, schedule: DecodeSchedule) -> bool:
+    """Whether two CTAs of eight warps have registers enough, 96 for each thread."""
+    if schedule.warps < 8 or schedule.column_tiles(spec) > 1:
+        return False
+    # A cap needs more, and so do the statistics of an output that is quantised.
+    if spec.softcap is not None or spec.out_is_fp8:
+        return False
+    plain = spec.rows == 1 and spec.window is None and spec.head_dim <= 128
+    return spec.packed or (spec.cache == "fp8" and plain)

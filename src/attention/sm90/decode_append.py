@@ -1,9 +1,9 @@
 """New rows of an INT4 cache: quantised, used and stored by the warp that multiplies them. Imports the DSL.
 
-The new rows of a request lie in a 16-bit buffer and their slots hold what they held before. The warp that comes to
-sixteen tokens with a new one rotates and quantises its keys and values, puts nibbles and scales in place in shared
-memory, from where it multiplies them like any others, and, if its columns are the first ones, also in the cache. Warps
-with other columns of the same tokens write the same bytes.
+The new rows of a request lie in a 16-bit buffer and their slots hold what they held before. The warp that will come to
+a new token, and has the first columns, rotates and quantises its keys and values before the first tile of the piece is
+there; it stores nibbles and scales in the cache, and keeps them in shared memory (``prepare``). When it comes to the
+sixteen tokens, it puts them in place among the others, which all that share the tokens then multiply (``run``).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
 from epicute.attention.decode_arguments import at
-from epicute.attention.decode_schedule import DecodeSchedule
+from epicute.attention.decode_schedule import NEW_ROW_BYTES, DecodeSchedule
 from epicute.attention.decode_spec import DecodeSpec
-from epicute.attention.sm90.decode_ptx import shared_store
+from epicute.attention.sm90.decode_ptx import shared_load, shared_store
 from epicute.attention.sm90.scheduler import load_int
 from epicute.epilogues.dsl import opaque
 from epicute.kv.append_row import butterfly, pack_nibbles, quantize_lanes, unpack_halves
@@ -25,6 +25,9 @@ from epicute.layouts.kv_int4 import Int4Record
 __all__ = ["Appender"]
 
 
+HALF_ROW = 64
+"""Bytes of shared memory of a new row's nibbles of keys, or of values."""
+
 APPENDED = 2
 """First of the named barriers of warps that share tokens."""
 
@@ -32,8 +35,8 @@ APPENDED = 2
 class Appender:
     """Device code of the new rows."""
 
-    def __init__(self, spec: DecodeSpec, schedule: DecodeSchedule, lane: Any) -> None:
-        self.spec, self.lane = spec, lane
+    def __init__(self, spec: DecodeSpec, schedule: DecodeSchedule, place: Any, lane: Any) -> None:
+        self.spec, self.schedule, self.place, self.lane = spec, schedule, place, lane
         self.unit, self.groups = schedule.unit(spec), schedule.groups(spec)
         self.record = Int4Record(self.unit, spec.head_dim)
         self.count = spec.head_dim // 32
@@ -47,7 +50,7 @@ class Appender:
                 mine = steps.length - (rows - row)
                 there = (mine >= token) & (mine < token + 16) & (mine >= 0)
                 if there & (steps.column == 0):
-                    Appender._row(self, steps, (stage, slab, mine - token), row, mine)
+                    Appender._put(self, (stage, slab, mine - token), row)
             # The stage is filled again by the asynchronous proxy; and other lanes read these bytes now.
             cute.arch.fence_view_async_shared()
             if cutlass.const_expr(self.groups == 1):
@@ -58,14 +61,43 @@ class Appender:
                 )
 
     @cute.jit
-    def _row(self, steps, place, row, token) -> None:
-        spec, arguments, item = self.spec, steps.arguments, steps.item
-        # Anew for each row, or registers hold places all the way.
+    def prepare(self, steps) -> None:
+        """Quantise the new rows of the piece that this warp will come to."""
+        rows, tile = self.spec.rows, self.schedule.tile
+        for row in cutlass.range(rows, unroll=1):
+            mine = steps.length - (rows - row)
+            place = mine - steps.item.first * tile
+            there = (mine >= 0) & (place >= 0) & (place < steps.item.count * tile)
+            sharer = mine % tile // 16 % steps.sharers
+            if there & (steps.column == 0) & (sharer == steps.sharer):
+                Appender._row(self, steps, row, mine)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def _put(self, place, row) -> None:
+        """Copy a quantised row to its place in a stage."""
         lane = opaque(self.lane)
         stage, slab, within = place
         per_unit = self.unit // 16
         base = stage + slab // per_unit * self.record.bytes
         local = slab % per_unit * 16 + within
+        source = self.place + row * NEW_ROW_BYTES
+        words = self.record.row_bytes // 4
+        side, word = lane // words, lane % words
+        to = self.record.key_row(local) + side * self.record.value_row(0) + word * 4
+        found = shared_load(Int32, source + side % 2 * HALF_ROW + word * 4)[0]
+        _store_shared(base + to, found, Boolean(side < 2))
+        scale = shared_load(Int32, source + (2 * HALF_ROW + lane % 2 * 4))[0]
+        further = self.record.value_scale(0) - self.record.key_scale(0)
+        _store_shared(
+            base + self.record.key_scale(local) + lane % 2 * further, scale, Boolean(lane < 2)
+        )
+
+    @cute.jit
+    def _row(self, steps, row, token) -> None:
+        spec, arguments, item = self.spec, steps.arguments, steps.item
+        # Anew for each row, or registers hold places all the way.
+        lane = opaque(self.lane)
         page, slot, tokens = item.request, token, arguments[at("tokens")]
         if cutlass.const_expr(spec.page is not None):
             offset = Int64(item.request) * arguments[at("table_row")] + token // spec.page
@@ -76,31 +108,33 @@ class Appender:
             + Int64(steps.kv_head) * arguments[at("k_head")]
         )
         stores = (steps.block == 0) & (page >= 0)
-        cell = Int64(slot)
         size = tokens * self.record.row_bytes
+        # Both are loaded before either is looked at.
+        words = [self._loaded(name, steps, row, lane) for name in ("new_k", "new_v")]
         for side in cutlass.range_constexpr(2):
-            nibbles, scale = self._quantised(("new_k", "new_v")[side], steps, row, lane)
+            nibbles, scale = self._quantised(words[side], side, lane)
             word = pack_nibbles(nibbles, lane)
             first = lane % (8 // self.count) == 0
-            to_row = (self.record.key_row, self.record.value_row)[side](local)
-            to_scale = (self.record.key_scale, self.record.value_scale)[side](local)
             part = lane * self.count // 8 * 4
-            _store_shared(base + to_row + part, word, Boolean(first))
-            _store_shared(base + to_scale, scale.bitcast(Int32), Boolean(lane == 0))
+            here = self.place + row * NEW_ROW_BYTES
+            _store_shared(here + (HALF_ROW * side + part), word, Boolean(first))
+            _store_shared(
+                here + (2 * HALF_ROW + 4 * side), scale.bitcast(Int32), Boolean(lane == 0)
+            )
             _store_global(
-                start + size * side + cell * self.record.row_bytes + Int64(part),
+                start + size * side + Int64(slot) * self.record.row_bytes + Int64(part),
                 word,
                 Boolean(first & stores),
             )
             _store_global(
-                start + size * 2 + (tokens * side + cell) * 4,
+                start + size * 2 + (tokens * side + Int64(slot)) * 4,
                 scale.bitcast(Int32),
                 Boolean((lane == 0) & stores),
             )
 
-    def _quantised(self, name: str, steps: Any, row: Any, lane: Any) -> tuple[list[Any], Any]:
-        """(nibbles of this lane's channels, scale) of a new row."""
-        spec, arguments, item = self.spec, steps.arguments, steps.item
+    def _loaded(self, name: str, steps: Any, row: Any, lane: Any) -> list[Any]:
+        """Words of this lane's channels of a new row."""
+        arguments, item = steps.arguments, steps.item
         offset = (
             Int64(item.request) * arguments[at(f"{name}_batch")]
             + Int64(steps.kv_head) * arguments[at(f"{name}_head")]
@@ -116,8 +150,13 @@ class Appender:
         )
         fragment = cute.make_rmem_tensor(words, Int32)
         cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(words)), fragment)
-        lanes = unpack_halves([fragment[i] for i in range(words)], spec.dtype)
-        width = 0 if spec.values_folded and name == "new_v" else spec.rotation
+        return [fragment[i] for i in range(words)]
+
+    def _quantised(self, words: list[Any], side: int, lane: Any) -> tuple[list[Any], Any]:
+        """(nibbles of this lane's channels, scale) of a new row of keys, or values."""
+        spec = self.spec
+        lanes = unpack_halves(words, spec.dtype)
+        width = 0 if spec.values_folded and side else spec.rotation
         return quantize_lanes(butterfly(lanes, width, lane, self.count))
 
 

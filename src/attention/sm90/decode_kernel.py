@@ -7,7 +7,7 @@ One CTA on each SM takes an equal stripe of all tiles of keys (``decode_work``).
     last warp    finds pieces, posts them, and streams their keys and values into a ring (``decode_producer``)
 
     ring         stages of a tile of keys and values: full[s] counts bytes, empty[s] the warps that multiply
-    mailbox      two pieces: posted[m] one thread, taken[m] the warps that multiply
+    mailbox      three pieces: posted[m] one thread, taken[m] the warps that multiply, at the end of a piece
     workspace    partial results of pieces, and a counter for each head of each request (``decode_merge``)
 
 K and V come in natural channel order: queries and outputs are permuted instead, once. The stripe of a CTA ends
@@ -39,6 +39,7 @@ from epicute.attention.sm90.decode_merge import Merge
 from epicute.attention.sm90.decode_operands import fill_table
 from epicute.attention.sm90.decode_producer import Producer, boxes_of, read_item
 from epicute.attention.sm90.decode_steps import DecodeSteps
+from epicute.epilogues.dsl import opaque
 from epicute.gemm.memory import DSL_DTYPES
 
 __all__ = ["HopperDecode"]
@@ -95,7 +96,7 @@ class HopperDecode:
             grid=(Int32(arguments[at("ctas")]), 1, 1),
             block=(self.schedule.threads(self.spec), 1, 1),
             stream=stream,
-            min_blocks_per_mp=self.schedule.resident,
+            min_blocks_per_mp=self._resident(),
             use_pdl=True,
             preferred_smem_carveout=self.schedule.carveout,
         )
@@ -124,6 +125,10 @@ class HopperDecode:
                 cute.arch.setmaxregister_increase(TRADED[1])
             self._consume(shared, barriers, arguments, warp, lane)
 
+    def _resident(self) -> int:
+        """CTAs for which registers suffice; look-ups of codes need more of them than two have."""
+        return 1 if self.schedule.tabled else self.schedule.resident
+
     def _allocate(self) -> tuple[dict[str, Any], dict[str, Any]]:
         spec, schedule = self.spec, self.schedule
         allocator = cutlass_memory.SmemAllocator()
@@ -151,13 +156,14 @@ class HopperDecode:
         return {
             "table": TABLE_BYTES // 4 if schedule.tabled else 0,
             "merge": schedule.merge_bytes(spec) // 4,
+            "append": schedule.append_bytes(spec) // 4,
             "stats": 2 * rows,
             "flag": 4,
         }
 
     def _steps(self, shared: dict[str, Any], warp: Any, lane: Any) -> DecodeSteps:
         """What a warp does with the tiles of a piece; a kernel with other arithmetic has its own."""
-        return DecodeSteps(self.spec, self.schedule, shared.get("table"), warp, lane)
+        return DecodeSteps(self.spec, self.schedule, shared, warp, lane)
 
     def _merge(self, shared: dict[str, Any]) -> Merge:
         """How a piece ends, likewise."""
@@ -217,34 +223,62 @@ class HopperDecode:
         cute.arch.griddepcontrol_wait()
         steps, merge = self._steps(shared, warp, lane), self._merge(shared)
         merge.open(arguments)
-        ring, mail = Int32(0), Int32(0)
-        item = self._take(shared, barriers, mail, lane)
+        mail, place, turn = Int32(0), Int32(0), Int32(0)
+        item = self._next(shared, barriers, mail)
         while item.valid != 0:
-            mail += 1
             DecodeSteps.begin(steps, item, arguments)
-            for i in cutlass.range(item.count, unroll=1):
-                place = ring % self.schedule.stages
-                turn = ring // self.schedule.stages % 2
+            for i in cutlass.range(0, item.count, steps.joint, unroll=1):
+                found = [(place, turn)]
+                for _ in cutlass.range_constexpr(steps.joint):
+                    found.append(self._following(*found[-1]))
+                left = item.count - i
                 cute.arch.mbarrier_wait(barriers["full"] + place, turn)
-                stage = shared["ring"] + place * self.schedule.stage_bytes(self.spec)
-                DecodeSteps.tile(steps, stage, item.first + i)
-                self._release(barriers["empty"], place, lane)
-                ring += 1
+                if cutlass.const_expr(steps.joint > 1):
+                    self._wait_if(barriers["full"], *found[1], left > 1)
+                stages = [
+                    shared["ring"] + at_stage * self.schedule.stage_bytes(self.spec)
+                    for at_stage, _ in found[: steps.joint]
+                ]
+                DecodeSteps.take(steps, stages, item.first + i, left)
+                cute.arch.sync_warp()
+                self._arrive_if(barriers["empty"], place, lane == 0)
+                place, turn = found[1]
+                if cutlass.const_expr(steps.joint > 1):
+                    second = left > 1
+                    self._arrive_if(barriers["empty"], place, (lane == 0) & second)
+                    place = Int32(cutlass.select_(second, found[2][0], place))
+                    turn = Int32(cutlass.select_(second, found[2][1], turn))
+            DecodeSteps.settle(steps)
+            # Anew, or registers hold the item through its tiles, and through the meeting of the warps.
+            item = read_item(shared["mail"], opaque(mail) % MAIL_SLOTS)
+            Merge.meet(merge, steps, item.slot, arguments)
+            item = read_item(shared["mail"], opaque(mail) % MAIL_SLOTS)
+            DecodeSteps.read(steps, item)
             Merge.run(merge, steps, item, arguments)
-            item = self._take(shared, barriers, mail, lane)
+            cute.arch.sync_warp()
+            self._arrive_if(barriers["taken"], mail % MAIL_SLOTS, lane == 0)
+            mail += 1
+            item = self._next(shared, barriers, mail)
         merge.close(arguments, lane)
 
-    def _take(self, shared: Any, barriers: Any, mail: Any, lane: Any) -> Any:
-        """Wait for the next item, read it and give its slot back."""
-        place, turn = mail % MAIL_SLOTS, mail // MAIL_SLOTS % 2
-        cute.arch.mbarrier_wait(barriers["posted"] + place, turn)
-        item = read_item(shared["mail"], place)
-        self._release(barriers["taken"], place, lane)
-        return item
+    def _following(self, place: Any, turn: Any) -> tuple[Any, Any]:
+        """The stage behind one, and the parity of its turn."""
+        wraps = place + 1 == self.schedule.stages
+        following = Int32(cutlass.select_(wraps, Int32(0), place + 1))
+        return following, Int32(cutlass.select_(wraps, turn ^ 1, turn))
 
     @cute.jit
-    def _release(self, barrier, place, lane) -> None:
-        """This warp is done with a slot."""
-        cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(barrier + place)
+    def _wait_if(self, barriers, place, turn, condition) -> None:
+        if condition:
+            cute.arch.mbarrier_wait(barriers + place, turn)
+
+    @cute.jit
+    def _arrive_if(self, barriers, place, condition) -> None:
+        if condition:
+            cute.arch.mbarrier_arrive(barriers + place)
+
+    def _next(self, shared: Any, barriers: Any, mail: Any) -> Any:
+        """Wait for an item and read it; its slot is given back behind its end."""
+        place, turn = mail % MAIL_SLOTS, mail // MAIL_SLOTS % 2
+        cute.arch.mbarrier_wait(barriers["posted"] + place, turn)
+        return read_item(shared["mail"], place)

@@ -22,7 +22,7 @@ from epicute.attention.decode_schedule import DecodeSchedule
 from epicute.attention.decode_spec import DecodeSpec
 from epicute.attention.decode_work import slot_of
 from epicute.attention.sm90.decode_ptx import shared_load, shared_store
-from epicute.attention.sm90.decode_steps import DecodeSteps, load_float
+from epicute.attention.sm90.decode_steps import MERGING, DecodeSteps, load_float
 from epicute.attention.sm90.softmax import LOG2_E, exp2, fma, maximum
 from epicute.attention.sm90.store import store_float_if
 from epicute.epilogues.dsl import opaque, pack_words, pure_asm
@@ -39,10 +39,7 @@ from epicute.quant.dsl import (
     reciprocal,
 )
 
-__all__ = ["MERGING", "Merge"]
-
-MERGING = 1
-"""Named barrier of the warps that multiply."""
+__all__ = ["Merge"]
 
 NOTHING = -1.0
 """What a maximum over no finite value is."""
@@ -59,6 +56,7 @@ class Merge:
         self.tiles = schedule.merge_tiles(spec)
         self.columns, self.sharers = schedule.columns(spec), schedule.sharers(spec)
         self.order = schedule.order(spec)
+        self.shift = 0 if spec.cache == "bf16" else 12
         self.pitch = 16 * self.tiles + 4
         self.width = 2 if spec.head_dim == 64 else 4
         self.vectors = -(-spec.head_dim // (32 * self.width))
@@ -79,11 +77,15 @@ class Merge:
             total = tally.of_warp()
             add_count(arguments[at(name)], cutlass.Int64(total), Boolean((lane == 0) & (total > 0)))
 
+    def meet(self, steps: DecodeSteps, slot: Any, arguments: Any) -> None:
+        """Leave the partial result of a piece."""
+        self._settle()
+        self._meet(steps, slot, arguments)
+
     @cute.jit
     def run(self, steps, item, arguments) -> None:
-        """End a piece."""
+        """End a piece behind ``meet``."""
         self._settle()
-        self._meet(steps, item.slot, arguments)
         last = Merge._arrive(self, item, arguments)
         if last != 0:
             for i in cutlass.range(-(-self.columns // self.schedule.warps), unroll=1):
@@ -104,8 +106,8 @@ class Merge:
         cute.arch.barrier(barrier_id=MERGING, number_of_threads=32 * self.schedule.warps)
 
     def _row(self, sharer: Any, column: Any) -> Any:
-        """Of the memory in which warps meet."""
-        return sharer * self.columns + column
+        """Of the memory in which warps meet, which has rows for live columns alone."""
+        return sharer * self.live + column
 
     # --- within the CTA ---
 
@@ -119,13 +121,13 @@ class Merge:
             self.column + 8 * (c // 2) + self.lane % 4 * 2 + c % 2 for c in range(2 * steps.columns)
         ]
         for c, place in enumerate(places):
-            address = self.shared["stats"] + self._row(self.sharer, place) * 8
+            address = self.shared["stats"] + (self.sharer * self.columns + place) * 8
             _store_pair(address, steps.maximum[c], steps.total[c], Boolean(self.lane < 4))
         self._barrier()
         factors = []
         for c, place in enumerate(places):
             found = [
-                shared_load(Float32, self.shared["stats"] + self._row(w, place) * 8, 2)
+                shared_load(Float32, self.shared["stats"] + (w * self.columns + place) * 8, 2)
                 for w in range(self.sharers)
             ]
             best = found[0][0]
@@ -151,13 +153,32 @@ class Merge:
         """This warp's outputs of ``count`` sixteens of channels from the ``first`` on, rescaled."""
         for c, place in enumerate(places):
             row = self.shared["merge"] + self._row(self.sharer, place) * (4 * self.pitch)
+            values = {}
             for tile in range(count):
-                at_first = ((c // 2) * steps.steps + first + tile) * 4 + c % 2
+                at_first = ((c // 2) * steps.tiles + first + tile) * 4 + c % 2
                 for half in range(2):
-                    channel = self.lane // 4 + 8 * half
-                    local = local_channel(self.order, tile, channel, count)
-                    value = steps.out[at_first + 2 * half] * factors[c]
-                    shared_store(Float32, row + local * 4, [value])
+                    local = local_channel(self.order, tile, 8 * half, count)
+                    values[local] = steps.out[at_first + 2 * half] * factors[c]
+            step = local_channel(self.order, 0, 1, count) - local_channel(self.order, 0, 0, count)
+            lane = self.lane // 4
+            if count % 2 == 0 and step % 4 == 0:
+                # Four channels of a lane are adjacent, and those of the next lane ``step`` further.
+                runs = [[values[n + i] for i in range(4)] for n in sorted(values)[::4]]
+                places_of_runs = [lane * step + n for n in sorted(values)[::4]]
+            else:
+                runs = [[x] for x in values.values()]
+                places_of_runs = [
+                    local_channel(self.order, tile, lane + 8 * half, count)
+                    for tile in range(count)
+                    for half in range(2)
+                ]
+            inside = Boolean(place < self.live)
+            _store_runs([row + local * 4 for local in places_of_runs], runs, inside)
+
+    @property
+    def live(self) -> int:
+        """Columns of the CTA that anybody asks for."""
+        return min(self.columns, self.spec.columns)
 
     def _gather(
         self, steps: DecodeSteps, slot: Any, arguments: Any, first: int, count: int
@@ -165,13 +186,13 @@ class Merge:
         """Sums over the warps of four channels at a time, to the slot."""
         fours, threads = 4 * count, 32 * self.schedule.warps
         thread = self.thread
-        for i in range(-(-self.columns * fours // threads)):
+        for i in range(-(-self.live * fours // threads)):
             number = thread + i * threads
             column, local = number // fours, number % fours * 4
-            inside = Boolean(number < self.columns * fours)
+            inside = Boolean(number < self.live * fours)
             total = [Float32(0.0)] * 4
             # Beyond the last column rows of other columns are read, and not stored.
-            safe = cutlass.min(column, self.columns - 1)
+            safe = cutlass.min(column, self.live - 1)
             for w in range(self.sharers):
                 row = self.shared["merge"] + self._row(w, safe) * (4 * self.pitch)
                 part = shared_load(Float32, row + local * 4, 4)
@@ -213,15 +234,16 @@ class Merge:
     def _finish(self, steps, item, arguments, column) -> None:
         """Merge a column's partial results, and write what becomes of them."""
         spec, lane = self.spec, self.lane
-        best = self._highest(item, arguments, column, lane)
-        nothing = best == -Float32.inf
-        zero = Float32(cutlass.select_(nothing, Float32(0.0), best))
         out = cute.make_rmem_tensor(self.width * self.vectors, Float32)
-        total = cute.make_rmem_tensor(1, Float32)
+        total, best = (cute.make_rmem_tensor(1, Float32) for _ in range(2))
         out.fill(0.0)
         total.fill(0.0)
+        best.fill(-Float32.inf)
+        # No load waits for another one: the reference follows the maximum from piece to piece.
         for number in cutlass.range(item.pieces, unroll=4):
-            self._add(item, arguments, column, lane, (number, zero), (out, total))
+            self._add(item, arguments, column, lane, number, (out, total, best))
+        nothing = best[0] == -Float32.inf
+        zero = Float32(cutlass.select_(nothing, Float32(0.0), best[0]))
         there = steps.block * steps.block_columns + column
         row, head = there // spec.group, steps.kv_head * spec.group + there % spec.group
         factor, lse = self._normaliser(total[0], zero, nothing, head, arguments)
@@ -249,27 +271,18 @@ class Merge:
         slot = slot_of(number, item.origin, self.schedule.parts(self.spec))
         return arguments[at("stats")] + (Int64(slot) * self.columns + Int64(column)) * 8
 
-    @cute.jit
-    def _highest(self, item, arguments, column, lane) -> Float32:
-        """The largest maximum of a column."""
-        best = cute.make_rmem_tensor(1, Float32)
-        best[0] = -Float32.inf
-        for first in cutlass.range(0, item.pieces, 32, unroll=1):
-            number = cutlass.min(first + lane, item.pieces - 1)
-            best[0] = maximum(best[0], load_float(self._stats(item, arguments, column, number)))
-        found = best[0]
-        for distance in cutlass.range_constexpr(5):
-            found = maximum(found, cute.arch.shuffle_sync_bfly(found, 1 << distance))
-        return found
-
     def _add(
-        self, item: Any, arguments: Any, column: Any, lane: Any, which: Any, sums: Any
+        self, item: Any, arguments: Any, column: Any, lane: Any, number: Any, sums: Any
     ) -> None:
         """Add a piece's sum and outputs."""
-        (number, zero), (out, total) = which, sums
+        out, total, best = sums
         address = self._stats(item, arguments, column, number)
-        weight = exp2(load_float(address) - zero)
-        total[0] = fma(weight, load_float(address + 4), total[0])
+        mine, part = _load_global(address, 2)
+        old, new = best[0], maximum(best[0], mine)
+        zero = Float32(cutlass.select_(new == -Float32.inf, Float32(0.0), new))
+        before, weight = exp2(old - zero), exp2(mine - zero)
+        best[0] = new
+        total[0] = fma(weight, part, total[0] * before)
         slot = slot_of(number, item.origin, self.schedule.parts(self.spec))
         place = (Int64(slot) * self.columns + Int64(column)) * self.spec.head_dim
         for v in range(self.vectors):
@@ -277,14 +290,14 @@ class Merge:
             safe = cutlass.min(channel, self.spec.head_dim - self.width)
             part = _load_global(arguments[at("partials")] + (place + Int64(safe)) * 4, self.width)
             for i, x in enumerate(part):
-                out[v * self.width + i] = fma(weight, x, out[v * self.width + i])
+                place_of = v * self.width + i
+                out[place_of] = fma(weight, x, out[place_of] * before)
 
     def _normaliser(
         self, total: Any, best: Any, nothing: Any, head: Any, arguments: Any
     ) -> tuple[Any, Any]:
         """(factor of the output, natural logarithm of the sum); 0 and -inf where the column sees no key."""
-        shift = {"fp8": 12, "fp16": 12}.get(self.spec.cache, 0)
-        down = Float32(2.0**-shift)
+        down = Float32(2.0**-self.shift)
         correction, total = down, total * down
         if self.spec.sinks:
             sink = load_float(arguments[at("sinks")] + Int64(head) * 4) * LOG2_E
@@ -329,6 +342,18 @@ class Merge:
 def _store_pair(address: Int32, a: Float32, b: Float32, condition: Boolean) -> None:
     if condition:
         shared_store(Float32, address, [a, b])
+
+
+@cute.jit
+def _store_runs(addresses: list, runs: list, condition: Boolean) -> None:
+    if condition:
+        store_runs(addresses, runs)
+
+
+def store_runs(addresses: list[Any], runs: list[list[Any]]) -> None:
+    """Adjacent floats to shared memory, for each address some."""
+    for address, values in zip(addresses, runs, strict=True):
+        shared_store(Float32, address, values)
 
 
 def _store_global(address: Any, values: list[Any], condition: Any) -> None:

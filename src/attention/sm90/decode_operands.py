@@ -14,24 +14,22 @@ import torch
 from cutlass import Float32, Int16, Int32, Int64, cute
 
 from epicute.attention.decode_fragments import TileLayout, row_token
-from epicute.attention.decode_schedule import TABLE_BYTES, DecodeSchedule
+from epicute.attention.decode_schedule import DecodeSchedule
 from epicute.attention.decode_spec import DecodeSpec
 from epicute.attention.sm90.decode_ptx import (
-    fma_pair,
     halves_of_codes,
     load_matrices,
-    mask_or,
     permute_bytes,
     shared_load,
     shared_store,
     shift_right,
 )
-from epicute.epilogues.dsl import pack_words
+from epicute.epilogues.dsl import pack_words, pure_asm
 from epicute.kv.append_row import butterfly, unpack_halves
-from epicute.layouts.kv_int4 import SCALE_BYTES, ZERO_CODE, Int4Record, channel_of_nibble
+from epicute.layouts.kv_int4 import SCALE_BYTES, ZERO_CODE, Int4Record, nibble_of_channel
 from epicute.quant.dsl import magnitude, maximum, multiply
 
-__all__ = ["fill_table", "operands_of"]
+__all__ = ["Operands", "fill_table", "operands_of", "query_place"]
 
 KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
@@ -42,16 +40,29 @@ EXPONENT, LARGEST, ONE = 0x7F800000, 0x7E800000, 0x3F800000
 class Operands:
     """What formats share. ``kind``: of the products with keys; ``value_kind``: of those with values.
 
-    ``shift``: probabilities are multiplied by 2^shift, so that few of them are lost in float16.
+    Attributes:
+        shift: probabilities are multiplied by 2^shift, so that few of them are lost in float16.
+        slack: a column's reference stays until a logit is 2^slack above it.
+        joint: slabs, each of a tile of its own, that a warp has in flight where it can.
+        key_zero: what the code of the value 0 is in a key's A operand, times what a query was lifted by; 0 where codes
+            are values.
+        value_zero: a word of values in the unit of tile 0 whose codes are of the value 0; None likewise.
+        shared: whether queries stay in shared memory, where a CTA's warps have rotated them (``prepare``).
     """
 
-    shift = 0
+    shift, slack, joint, shared = 0, 8, 1, False
+    key_zero = 0.0
+    value_zero: int | None = None
 
     def __init__(self, spec: DecodeSpec, schedule: DecodeSchedule, lane: Any) -> None:
         self.spec, self.schedule = spec, schedule
         self.lane, self.g, self.t = lane, lane // 4, lane % 4
         self.steps = spec.head_dim // 16
         self.kind = self.value_kind = KINDS[spec.dtype]
+
+    def value_unit(self, tile: int) -> float:
+        """What outputs of a tile are multiplied by: one over its codes' unit."""
+        return 1.0
 
     def begin(self, stage: Any, slab: Any) -> None:
         """Set out on a slab of the tile at ``stage``."""
@@ -61,25 +72,44 @@ class Operands:
         """(B operand of each step, factor of the logits) of this lane's column, whose row of q is at ``address``."""
         raise NotImplementedError
 
-    def _normalised(self, lanes: list[Any]) -> tuple[list[Any], Any]:
-        """Lanes of a row, which a quad shares, by a power of two at most 2 in size, and that power.
+    def prepare(self, address: Any, inside: Any, scale: Any, row: Any, levels: Any) -> None:
+        """A whole warp rotates a row of q, where queries are ``shared``, and leaves it in float16 at ``row``.
 
-        float16 then has all of q, whatever its range.
+        What products with codes of keys are multiplied by goes to ``levels``; where their sums begin, which is minus
+        the product with codes of zero, as many floats further as the CTA has columns.
+        """
+        raise NotImplementedError
+
+    def prepared(self, row: Any, step: int) -> list[list[Any]]:
+        """B operands of an even step and the next of this lane's column, whose row ``prepare`` left at ``row``."""
+        raise NotImplementedError
+
+    def _normalised(
+        self, lanes: list[Any], distances: tuple[int, ...] = (1, 2), lift: float = 1.0
+    ) -> tuple[list[Any], Any]:
+        """Lanes of a row by a power of two at most 2 in size, times ``lift``, and that power.
+
+        float16 then has all of q, whatever its range. ``distances``: between lanes that share the row.
         """
         best = Float32(0.0)
         for x in lanes:
             best = maximum(best, magnitude(x, 0.0))
-        for distance in (1, 2):
+        for distance in distances:
             best = maximum(best, cute.arch.shuffle_sync_bfly(best, distance))
         bits = best.bitcast(Int32) & EXPONENT
         bits = cutlass.min(bits, Int32(LARGEST))
         bits = Int32(cutlass.select_(bits == 0, Int32(ONE), bits))
         inverse = (Int32(2 * ONE) - bits).bitcast(Float32)
+        if lift != 1.0:
+            inverse = multiply(inverse, lift)
         return [multiply(x, inverse) for x in lanes], bits.bitcast(Float32)
 
     def key(self, step: int) -> list[Any]:
         """The A operand of a step of sixteen channels of keys."""
         raise NotImplementedError
+
+    def fetch(self) -> None:
+        """Start to load values where they are few, ahead of the softmax."""
 
     def value(self, tile: int, kept: list[Any] | None) -> list[Any]:
         """The A operand of sixteen channels of values. ``kept``: masks of the words, where tokens are not seen."""
@@ -99,7 +129,7 @@ class HalfOperands(Operands):
 
     def __init__(self, spec: DecodeSpec, schedule: DecodeSchedule, lane: Any) -> None:
         super().__init__(spec, schedule, lane)
-        self.shift = 12 if self.kind == "f16" else 0
+        self.shift, self.slack = (12, 3) if self.kind == "f16" else (0, 8)
         self.layout = TileLayout(schedule.tile, spec.row_bytes)
         row, matrix = lane % 8, lane // 8
         self._key = self._place(row + matrix % 2 * 8, matrix // 2)
@@ -134,7 +164,7 @@ class HalfOperands(Operands):
 class Fp8Operands(Operands):
     """E4M3 rows, converted to float16, which holds them exactly."""
 
-    shift = 12
+    shift, slack = 12, 3
 
     def __init__(self, spec: DecodeSpec, schedule: DecodeSchedule, lane: Any) -> None:
         super().__init__(spec, schedule, lane)
@@ -198,11 +228,21 @@ class Fp8Operands(Operands):
 
 
 class Int4Operands(Operands):
-    """Records of nibbles: keys become float16 and values bfloat16, exactly, without a table."""
+    """Records of nibbles, which a mask turns into float16: u at bit 0 of a half is u · 2^-24, at bit 4 u · 2^-20.
+
+    Such numbers are subnormal, and as exact as others. Queries make up for the unit of keys, ``value_unit`` for that of
+    values. The nibble of the value 0, 8, is taken out of sums: of logits where they begin (``key_zero``), of outputs at
+    the end of a piece, by a product of the same exponentials with nothing but eights (``value_zero``).
+    """
+
+    shift, slack, joint, shared = 12, 3, 2, True
+    key_zero = 8.0 * 2.0**-20
+    value_zero: int | None = 0x00080008
+    lift: float = 2.0**10
 
     def __init__(self, spec: DecodeSpec, schedule: DecodeSchedule, lane: Any) -> None:
         super().__init__(spec, schedule, lane)
-        self.kind, self.value_kind = "f16", "bf16"
+        self.kind = self.value_kind = "f16"
         self.unit = schedule.unit(spec)
         self.record = Int4Record(self.unit, spec.head_dim)
         self.run = spec.head_dim // 32
@@ -220,35 +260,36 @@ class Int4Operands(Operands):
         base, first = stage + slab // per_unit * self.record.bytes, slab % per_unit * 16
         self.base = base + first * self.spec.row_bytes
         self.scales = base + (self.scale_place + first * SCALE_BYTES)
-        self.words: list[list[Any]] = []
+        self.words: list[list[list[Any]]] = []
         self.merged: list[list[Any]] = []
 
-    def _keys(self) -> list[list[Any]]:
-        """Words of the two tokens."""
-        if not self.words:
-            first = self.base + self.key_place
-            for row in (0, 8):
-                place = first + row * self.spec.row_bytes
-                self.words.append(shared_load(Int32, place, self.run))
-        return self.words
+    def _keys(self, half: int) -> list[list[Any]]:
+        """Words of one half of the two tokens' runs: registers do not hold more of two slabs."""
+        if len(self.words) == half:
+            count = self.run // 2
+            first = self.base + (self.key_place + half * (4 * count))
+            places = [first + row * self.spec.row_bytes for row in (0, 8)]
+            self.words.append([shared_load(Int32, place, count) for place in places])
+        return self.words[half]
+
+    def _key_words(self, step: int) -> list[Any]:
+        """Words of the two tokens that have a step's channels."""
+        half, word = divmod(step // 2, self.run // 2)
+        return [row[word] for row in self._keys(half)]
 
     def key(self, step: int) -> list[Any]:
-        words = [row[step // 2] for row in self._keys()]
-        words = [shift_right(w, 8 * (step % 2)) for w in words]
-        # 1024 + u less 1032, and 1024 + 16 u by 1/16 less 72: in float16 both are exact.
-        low = [fma_pair("f16", mask_or(w, 0x000F000F, 0x64006400), 0x3C00, 0xE408) for w in words]
-        high = [fma_pair("f16", mask_or(w, 0x00F000F0, 0x64006400), 0x2C00, 0xD480) for w in words]
-        return low + high
+        words = [shift_right(w, 8 * (step % 2)) for w in self._key_words(step)]
+        return [w & mask for mask in (0x000F000F, 0x00F000F0) for w in words]
 
     def value(self, tile: int, kept: list[Any] | None) -> list[Any]:
         # Codes are finite whatever memory holds, and need no mask.
-        if not self.merged:
-            self._load_values()
-        words = [shift_right(w, 4 * (tile % 4)) for w in self.merged[tile // 4]]
-        # 128 + u less 136 is exact in bfloat16.
-        return [fma_pair("bf16", mask_or(w, 0x000F000F, 0x43004300), 0x3F80, 0xC308) for w in words]
+        words = [shift_right(w, 8 * (tile % 4 // 2)) for w in self.merged[tile // 4]]
+        return [w & (0x00F000F0 if tile % 2 else 0x000F000F) for w in words]
 
-    def _load_values(self) -> None:
+    def value_unit(self, tile: int) -> float:
+        return 2.0**20 if tile % 2 else 2.0**24
+
+    def fetch(self) -> None:
         """Words of two tokens each, interleaved: of each word their low and high halves, and of the next two tokens."""
         rows = self._value_words()
         for w in range(self.run // 2):
@@ -280,19 +321,45 @@ class Int4Operands(Operands):
     def value_scales(self) -> list[Any]:
         return self._scales(self.record.value_scale(0))
 
-    def query(self, address: Any, inside: Any) -> tuple[list[list[Any]], Any]:
-        count = self.spec.head_dim // 8
-        start = address + Int64(self.t) * (self.spec.head_dim // 2)
-        words = load_words(start, count, 16, 4, inside)
-        lanes = unpack_halves(words, self.spec.dtype)
-        lanes = butterfly(lanes, self.spec.rotation, self.t, self.spec.head_dim // 4)
-        lanes, power = self._normalised(lanes)
-        packed = pack_words(self._ordered(lanes), "f16")
-        return [packed[2 * s : 2 * s + 2] for s in range(self.steps)], power
+    def prepare(self, address: Any, inside: Any, scale: Any, row: Any, levels: Any) -> None:
+        spec, lane = self.spec, self.lane
+        count = spec.head_dim // 32
+        width = count // 2
+        words = load_words(address + Int64(lane * (2 * count)), width, 4 * width, width, inside)
+        lanes = butterfly(unpack_halves(words, spec.dtype), spec.rotation, lane, count)
+        lanes, power = self._normalised(lanes, (1, 2, 4, 8, 16), self.lift)
+        packed = pack_words(lanes, "f16")
+        origin = Float32(0.0)
+        if self.key_zero:
+            for x in unpack_halves(packed, torch.float16):
+                origin = origin - x
+            for distance in (1, 2, 4, 8, 16):
+                origin = origin + cute.arch.shuffle_sync_bfly(origin, distance)
+            packed = [self._lifted(word, lane * width + i) for i, word in enumerate(packed)]
+        self._put_query(row, lane * count, packed)
+        columns = self.schedule.columns(spec)
+        shared_store(Float32, levels, [power * scale * self.lift])
+        shared_store(Float32, levels + 4 * columns, [origin * self.key_zero])
 
-    def _ordered(self, lanes: list[Any]) -> list[Any]:
-        """A run of channels in the order in which keys' steps take them."""
-        return lanes
+    def _lifted(self, word: Any, number: Any) -> Any:
+        """A word of a rotated query, by 16 where its keys, at low depths, have a unit that is 16 times smaller."""
+        factor = Int32(cutlass.select_(number % 2 == 0, Int32(0x4C004C00), Int32(0x3C003C00)))
+        text = "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.f16x2 $0, $1, $2, z; }"
+        return pure_asm(text, "=r,r,r", Int32, word, factor)
+
+    def _put_query(self, row: Any, channel: Any, words: list[Any]) -> None:
+        """Store adjacent channels from ``channel`` on."""
+        shared_store(Int32, row + query_place(channel, self.spec.head_dim), words)
+
+    def prepared(self, row: Any, step: int) -> list[list[Any]]:
+        start = query_place(self.t * (self.spec.head_dim // 4), self.spec.head_dim)
+        words = shared_load(Int32, row + start + 8 * step, 4)
+        return [words[:2], words[2:]]
+
+
+def query_place(channel: Any, head_dim: int) -> Any:
+    """Byte of a channel in a rotated query: quarters of the row lie 16 bytes apart, and meet in no bank."""
+    return channel * 2 + channel // (head_dim // 4) * 16
 
 
 def load_words(address: Any, count: int, step: int, width: int, inside: Any) -> list[Any]:
@@ -330,43 +397,49 @@ class TableOperands(Int4Operands):
     A byte is two channels of one token: for values, words of two tokens are joined by channel.
     """
 
+    joint, key_zero, value_zero, lift = 1, 0.0, None, 1.0
+
     def __init__(self, spec: DecodeSpec, schedule: DecodeSchedule, lane: Any, table: Any) -> None:
         super().__init__(spec, schedule, lane)
         self.table = table
 
-    def _looked_up(self, word: Any, byte: int, kind: int) -> Any:
+    def _looked_up(self, word: Any, byte: int) -> Any:
         code = shift_right(word, 8 * byte) & 0xFF
-        return shared_load(Int32, self.table + kind * (TABLE_BYTES // 2) + code * 4)[0]
+        return shared_load(Int32, self.table + code * 4)[0]
 
     def key(self, step: int) -> list[Any]:
-        rows, first = self._keys(), step % 2 * 2
-        return [
-            self._looked_up(row[step // 2], first + byte, 0) for byte in range(2) for row in rows
-        ]
+        words, first = self._key_words(step), step % 2 * 2
+        return [self._looked_up(w, first + byte) for byte in range(2) for w in words]
 
     def value(self, tile: int, kept: list[Any] | None) -> list[Any]:
-        if not self.merged:
-            self.merged = self._value_words()
-        codes = [self._looked_up(words[tile // 4], tile % 4, 1) for words in self.merged]
+        codes = [self._looked_up(words[tile // 4], tile % 4) for words in self.merged]
         return [
             permute_bytes(codes[j], codes[j + 1], selection)
             for j in (0, 2)
             for selection in (0x5410, 0x7632)
         ]
 
-    def _ordered(self, lanes: list[Any]) -> list[Any]:
-        return [lanes[channel_of_nibble(i)] for i in range(len(lanes))]
+    def fetch(self) -> None:
+        self.merged = self._value_words()
+
+    def value_unit(self, tile: int) -> float:
+        return 1.0
+
+    def _put_query(self, row: Any, channel: Any, words: list[Any]) -> None:
+        for i, word in enumerate(words):
+            for half in range(2):
+                place = nibble_of_channel(channel + (2 * i + half))
+                address = row + query_place(place, self.spec.head_dim)
+                shared_store(Int16, address, [Int16(shift_right(word, 16 * half) & 0xFFFF)])
 
 
 def fill_table(table: Any, thread: Any, threads: int) -> None:
-    """Write both tables; ``thread`` of ``threads``."""
+    """Write the table; ``thread`` of ``threads``."""
     for first in range(0, 256, threads):
         code = thread + first
         both = [(code >> shift & 0xF).to(Float32) - float(ZERO_CODE) for shift in (0, 4)]
-        for kind, name in enumerate(("f16", "bf16")):
-            word = pack_words(both, name)[0]
-            place = table + kind * (TABLE_BYTES // 2) + code * 4
-            _store_if(place, word, cutlass.Boolean(code < 256))
+        word = pack_words(both, "f16")[0]
+        _store_if(table + code * 4, word, cutlass.Boolean(code < 256))
 
 
 @cute.jit

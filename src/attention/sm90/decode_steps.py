@@ -1,15 +1,23 @@
 """What a multiplying warp of decode does with each sixteen tokens of its columns. Imports the DSL.
 
     S = K · Qᵀ        sixteen tokens × eight or sixteen columns, K from shared memory straight to fragments
-    softmax           a column's maximum over the lanes that share it; sums stay in their lanes
+    softmax           against a reference that follows a column's maximum only where that is far above it; then alone do
+                      the lanes that share a column meet. Sums stay in their lanes
     Oᵀ += Vᵀ · Pᵀ     P turned from C to B operand by movmatrix
 
 Accumulators of S and of Oᵀ have the same columns in a lane, 2t and 2t + 1 of each eight, so that rescaling is local.
-A warp keeps a maximum, sums and outputs of its own until the piece ends.
+A warp keeps references, sums and outputs of its own until the piece ends.
+
+References are whole powers of two, so that rescaling is exact. Where tokens have scales, that of a token's value is
+part of its exponent: e^x · scale is one exponential, which float16 holds whatever the scales are, as the reference
+follows the largest; the sum of e^x takes the scale out again.
+
+Of narrow rows two sixteens of tokens, one of each of two tiles, are in flight at once: neither waits for the other.
 """
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import cutlass
@@ -20,20 +28,32 @@ from epicute.attention.decode_fragments import row_token
 from epicute.attention.decode_schedule import DecodeSchedule
 from epicute.attention.decode_spec import DecodeSpec
 from epicute.attention.sm90.decode_append import Appender
-from epicute.attention.sm90.decode_operands import operands_of
-from epicute.attention.sm90.decode_ptx import multiply, turn_matrix
+from epicute.attention.sm90.decode_operands import Operands, operands_of
+from epicute.attention.sm90.decode_ptx import multiply, shared_load, turn_matrix
 from epicute.attention.sm90.softmax import LOG2_E, exp2, fma, maximum
 from epicute.epilogues.dsl import opaque, pack_words, pure_asm
 
-__all__ = ["DecodeSteps"]
+__all__ = ["MERGING", "DecodeSteps"]
+
+MERGING = 1
+"""Named barrier of the warps that multiply."""
+
+LEAST_SCALE = 2.0**-96
+"""Of a token's values: what is below is taken for it, so that float32 holds the sum where no token has a value, and a
+token of none still counts in it beside others."""
 
 
 class DecodeSteps:
     """A thread's fragments and the steps over them; one object for all pieces.
 
     Attributes:
-        out: accumulators of Oᵀ, for each eight columns and sixteen channels four.
-        maximum, total: of the lane's columns, in powers of two; ``total`` of its own tokens alone.
+        out: accumulators of Oᵀ, for each eight columns and sixteen channels four, and behind them four of the product
+            with codes of zero, where codes have one (``Operands.zero``).
+        bias: of the lane's columns, what is added to logits: minus the reference, a whole number, plus ``shift``.
+        limit: above which a biased logit moves the reference; -inf where nothing was seen.
+        maximum, total: of the lane's columns, in powers of two; ``total`` of its own tokens alone. ``maximum`` is the
+            reference, and there behind the last tile (``settle``).
+        joint: tiles of which a sixteen each is multiplied at once.
         columns: of a warp, in eights. column: the warp's first one in its CTA.
         sharer: the warp's number among those that share tokens.
     """
@@ -42,9 +62,10 @@ class DecodeSteps:
         self,
         spec: DecodeSpec,
         schedule: DecodeSchedule,
-        table: Any,
+        shared: dict[str, Any],
         warp: Any,
         lane: Any,
+        operands: Operands | None = None,
     ) -> None:
         self.spec, self.schedule, self.lane = spec, schedule, lane
         self.columns, self.sharers = schedule.column_tiles(spec), schedule.sharers(spec)
@@ -53,21 +74,26 @@ class DecodeSteps:
         self.block_columns = schedule.block_columns(spec)
         self.slabs = schedule.tile // 16 // self.sharers
         self.steps = spec.head_dim // 16
-        self.operands = operands_of(spec, schedule, lane, table)
-        self.out = cute.make_rmem_tensor(self.columns * self.steps * 4, Float32)
-        self.query = cute.make_rmem_tensor(self.columns * self.steps * 2, Int32)
-        self.factor, self.maximum, self.total, self.correction = (
-            cute.make_rmem_tensor(2 * self.columns, Float32) for _ in range(4)
+        if operands is None:
+            operands = operands_of(spec, schedule, lane, shared.get("table"))
+        self.operands: Operands = operands
+        self.shared, self.warp = shared, warp
+        self.joint = self.operands.joint if schedule.stages > self.operands.joint else 1
+        self.tiles = self.steps + (self.operands.value_zero is not None)
+        self.out = cute.make_rmem_tensor(self.columns * self.tiles * 4, Float32)
+        if not self.operands.shared:
+            self.query = cute.make_rmem_tensor(self.columns * self.steps * 2, Int32)
+        self.factor, self.maximum, self.total, self.correction, self.bias, self.limit = (
+            cute.make_rmem_tensor(2 * self.columns, Float32) for _ in range(6)
         )
         if spec.append:
-            self.appender = Appender(spec, schedule, lane)
+            self.appender = Appender(spec, schedule, shared["append"], lane)
 
     def begin(self, item: Any, arguments: Any) -> None:
         """Set out on a piece: its queries, and nothing seen yet."""
         spec = self.spec
-        blocks = self.schedule.blocks(spec)
-        self.arguments, self.item = arguments, item
-        self.kv_head, self.block = item.head // blocks, item.head % blocks
+        self.arguments = arguments
+        DecodeSteps.read(self, item)
         self.length = item.length
         self.until = item.length - (spec.rows - 1 + spec.append)
         self.since, self.since_all = Int32(0), Int32(0)
@@ -75,9 +101,19 @@ class DecodeSteps:
             self.since = cutlass.max(item.length - (spec.rows + spec.window - 1), 0)
             self.since_all = item.length - spec.window
         self._load_query()
+        if spec.append:
+            Appender.prepare(self.appender, self)
         self.maximum.fill(-Float32.inf)
+        self.bias.fill(0.0)
+        self.limit.fill(-Float32.inf)
         self.total.fill(0.0)
         self.out.fill(0.0)
+
+    def read(self, item: Any) -> None:
+        """Which head a piece is of."""
+        blocks = self.schedule.blocks(self.spec)
+        self.item = item
+        self.kv_head, self.block = item.head // blocks, item.head % blocks
 
     def _load_query(self) -> None:
         spec, arguments = self.spec, self.arguments
@@ -85,75 +121,198 @@ class DecodeSteps:
         scale = Float32(spec.scale * slope)
         if spec.cache == "fp8":
             scale = scale * load_float(arguments[at("k_scale")] + Int64(self.kv_head) * 4)
+        if self.operands.shared:
+            self._share_query(scale)
+            return
         for j in range(self.columns):
             column = self.block * self.block_columns + self.column + 8 * j + self.lane // 4
-            row, head = column // spec.group, column % spec.group
-            offset = (
-                Int64(self.item.request) * arguments[at("q_batch")]
-                + Int64(row) * arguments[at("q_row")]
-                + Int64(self.kv_head * spec.group + head) * arguments[at("q_head")]
-            )
-            words, power = self.operands.query(
-                arguments[at("q")] + offset * 2, Boolean(column < spec.columns)
-            )
-            for s, pair in enumerate(words):
-                for h in range(2):
-                    self.query[(j * self.steps + s) * 2 + h] = pair[h]
+            address = self._row_of_query(column)
+            words, power = self.operands.query(address, Boolean(column < spec.columns))
+            self._keep_query(j, words)
             for e in range(2):
                 source = self.lane % 4 * 8 + 4 * e
                 self.factor[2 * j + e] = cute.arch.shuffle_sync(power, source) * scale
 
+    def _row_of_query(self, column: Any) -> Any:
+        """Address of the row of q in a column of the KV head."""
+        spec, arguments = self.spec, self.arguments
+        row, head = column // spec.group, column % spec.group
+        offset = (
+            Int64(self.item.request) * arguments[at("q_batch")]
+            + Int64(row) * arguments[at("q_row")]
+            + Int64(self.kv_head * spec.group + head) * arguments[at("q_head")]
+        )
+        return arguments[at("q")] + offset * 2
+
+    def _keep_query(self, j: int, words: list[list[Any]]) -> None:
+        for s, pair in enumerate(words):
+            for h in range(2):
+                self.query[(j * self.steps + s) * 2 + h] = pair[h]
+
+    def _share_query(self, scale: Any) -> None:
+        """Rows that are rotated: a warp takes some for all, as what it takes to rotate them is much."""
+        columns, pitch = self.schedule.columns(self.spec), self.schedule.query_pitch(self.spec)
+        rows = self.shared["merge"]
+        levels = rows + columns * pitch
+        self.queries = rows + (self.column + self.lane // 4) * pitch
+        self.levels = levels + (self.column + self.lane % 4 * 2) * 4
+        DecodeSteps._prepare(self, scale, rows, levels)
+        cute.arch.barrier(barrier_id=MERGING, number_of_threads=32 * self.schedule.warps)
+
+    def _factors(self) -> list[list[Any]]:
+        """What products with keys are multiplied by, in the lane's two of each eight columns."""
+        if self.operands.shared:
+            return [shared_load(Float32, self.levels + 32 * j, 2) for j in range(self.columns)]
+        return [[self.factor[2 * j + e] for e in range(2)] for j in range(self.columns)]
+
+    def _origins(self) -> list[list[Any]]:
+        """Where sums of these products begin, likewise."""
+        if not self.operands.shared:
+            return [[Float32(0.0)] * 2 for _ in range(self.columns)]
+        first = self.levels + self.schedule.columns(self.spec) * 4
+        return [shared_load(Float32, first + 32 * j, 2) for j in range(self.columns)]
+
     @cute.jit
-    def tile(self, stage, tile) -> None:
-        """All of this warp's tokens of a tile, which lies at ``stage``."""
+    def _prepare(self, scale, rows, levels) -> None:
+        """This warp's share of the CTA's columns; those that pad are zeros."""
+        pitch = self.schedule.query_pitch(self.spec)
+        columns = self.schedule.columns(self.spec)
+        for mine in cutlass.range(self.warp, columns, self.schedule.warps, unroll=1):
+            column = self.block * self.block_columns + mine
+            address, inside = self._row_of_query(column), Boolean(column < self.spec.columns)
+            places = rows + mine * pitch, levels + mine * 4
+            self.operands.prepare(address, inside, scale, *places)
+
+    def _queries(self, step: int) -> list[list[list[Any]]]:
+        """B operands of an even step and the next, of each eight columns."""
+        steps = range(step, min(step + 2, self.steps))
+        if not self.operands.shared:
+            places = [[(j * self.steps + s) * 2 for j in range(self.columns)] for s in steps]
+            return [[[self.query[p], self.query[p + 1]] for p in some] for some in places]
+        further = 8 * self.schedule.query_pitch(self.spec)
+        found = [
+            self.operands.prepared(self.queries + j * further, step) for j in range(self.columns)
+        ]
+        return [[pairs[i] for pairs in found] for i in range(len(steps))]
+
+    @cute.jit
+    def take(self, stages, tile, left) -> None:
+        """All of this warp's tokens of the ``joint`` tiles from ``tile`` on, which lie at ``stages``.
+
+        ``left``: how many there are, at least one.
+        """
         for i in cutlass.range(self.slabs, unroll=1):
             slab = i * self.sharers + self.sharer
-            DecodeSteps.slab(self, stage, slab, tile * self.schedule.tile + slab * 16)
-
-    @cute.jit
-    def slab(self, stage, slab, token) -> None:
-        """Sixteen tokens from ``token`` on, unless no query sees any."""
-        if (token < self.length) & (token + 16 > self.since):
-            if (token >= self.since_all) & (token + 16 <= self.until):
-                DecodeSteps._slab(self, stage, slab, token, False)
+            token = tile * self.schedule.tile + slab * 16
+            if cutlass.const_expr(self.joint == 1):
+                if (token < self.length) & (token + 16 > self.since):
+                    if (token >= self.since_all) & (token + 16 <= self.until):
+                        self._take(stages, slab, token, False)
+                    else:
+                        DecodeSteps.cut(self, stages[0], slab, token)
             else:
-                if cutlass.const_expr(self.spec.append):
-                    Appender.run(self.appender, self, stage, slab, token)
-                DecodeSteps._slab(self, stage, slab, token, True)
+                DecodeSteps.both(self, stages, slab, token, left)
 
     @cute.jit
-    def _slab(self, stage, slab, token, masked: cutlass.Constexpr) -> None:
-        operands = self.operands
-        operands.begin(stage, slab)
-        logits = self._logits()
-        seen = None
-        if cutlass.const_expr(masked):
-            seen = self._mask(logits, token)
-        self._soften(logits)
-        DecodeSteps._rescale(self)
-        self._weigh(logits, seen)
+    def both(self, stages, slab, token, left) -> None:
+        """Sixteen tokens from ``token`` on, and, if a second tile is left, sixteen a tile further."""
+        further = token + self.schedule.tile
+        if (left > 1) & (token >= self.since_all) & (further + 16 <= self.until):
+            self._take(stages, slab, token, False)
+        else:
+            for i in cutlass.range(cutlass.min(left, 2), unroll=1):
+                stage = Int32(cutlass.select_(i == 0, stages[0], stages[1]))
+                mine = token + i * self.schedule.tile
+                if (mine < self.length) & (mine + 16 > self.since):
+                    DecodeSteps.cut(self, stage, slab, mine)
 
-    def _logits(self) -> list[list[Any]]:
-        """For each eight columns four logits, in powers of two."""
+    @cute.jit
+    def cut(self, stage, slab, token) -> None:
+        """Sixteen tokens of which not every query sees all; new ones may be among them."""
+        if cutlass.const_expr(self.spec.append):
+            Appender.run(self.appender, self, stage, slab, token)
+        self._take([stage], slab, token, True)
+
+    def _take(self, stages: list[Any], slab: Any, token: Any, masked: bool) -> None:
+        """A slab of each of ``stages``; the first one begins with ``token``."""
+        parts = []
+        for stage in stages:
+            parts.append(copy(self.operands))
+            parts[-1].begin(stage, slab)
+        seen = self._place(token) if masked else None
+        products = self._products(parts)
+        # Values of the first part are loaded during the softmax; registers do not hold more.
+        parts[0].fetch()
+        factors = self._factors()
+        scales = [self._value_scales(part, seen) for part in parts]
+        logits = [
+            self._logits(part, lanes, scale, factors)
+            for part, lanes, scale in zip(parts, products, scales, strict=True)
+        ]
+        if masked:
+            for lanes in logits:
+                self._mask(lanes)
+        logits = self._soften(logits, scales)
+        for n, lanes in enumerate(logits):
+            if n + 1 < len(parts):
+                parts[n + 1].fetch()
+            self._weigh(parts[n], lanes, seen)
+
+    def _products(self, parts: list[Operands]) -> list[list[list[Any]]]:
+        """For each part and each eight columns four sums of products of codes."""
+        chains = 2 if self.columns * len(parts) == 1 else 1
+        zeros = [Float32(0.0)] * 4
+        origins = self._origins()
+        sums = [[[[*pair, *pair], zeros][:chains] for pair in origins] for _ in parts]
+        for first in range(0, self.steps, 2):
+            for s, queries in enumerate(self._queries(first), first):
+                for part, mine in zip(parts, sums, strict=True):
+                    a = part.key(s)
+                    for one, b in zip(mine, queries, strict=True):
+                        one[s % chains] = multiply(part.kind, a, b, one[s % chains])
+        if chains == 1:
+            return [[one[0] for one in mine] for mine in sums]
+        return [[[x + y for x, y in zip(*one, strict=True)] for one in mine] for mine in sums]
+
+    def _value_scales(self, part: Operands, seen: list[Any] | None) -> list[Any] | None:
+        """Logarithms and inverses of the scales of values in rows g and g + 8; None where there are none."""
+        scales = part.value_scales()
+        if scales is None:
+            return None
         found = []
-        chains = 2 if self.columns == 1 else 1
-        sums = [[[Float32(0.0)] * 4 for _ in range(chains)] for _ in range(self.columns)]
-        for s in range(self.steps):
-            a = self.operands.key(s)
-            for j in range(self.columns):
-                place = (j * self.steps + s) * 2
-                b = [self.query[place], self.query[place + 1]]
-                sums[j][s % chains] = multiply(self.operands.kind, a, b, sums[j][s % chains])
-        scales = self.operands.key_scales()
-        for j in range(self.columns):
-            lanes = sums[j][0]
-            if chains == 2:
-                lanes = [x + y for x, y in zip(*sums[j], strict=True)]
-            for i in range(4):
-                factor = self.factor[2 * j + i % 2]
+        for i, scale in enumerate(scales):
+            if seen is not None:
+                # What memory holds beside the tokens may be NaN.
+                scale = Float32(cutlass.select_(seen[i], scale, Float32(1.0)))
+            text = "max.NaN.f32 $0, $1, $2;"
+            scale = pure_asm(text, "=f,f,f", Float32, scale, Float32(LEAST_SCALE))
+            logarithm = pure_asm("lg2.approx.ftz.f32 $0, $1;", "=f,f", Float32, scale)
+            inverse = pure_asm("rcp.approx.ftz.f32 $0, $1;", "=f,f", Float32, scale)
+            found.append((logarithm, inverse))
+        return found
+
+    def _logits(
+        self,
+        part: Operands,
+        products: list[list[Any]],
+        values: list[Any] | None,
+        factors: list[list[Any]],
+    ) -> list[list[Any]]:
+        """Biased logits, and of tokens with scales plus the logarithms of their values' scales, in powers of two."""
+        found = []
+        scales = part.key_scales()
+        for j, sums in enumerate(products):
+            lanes = []
+            for i, x in enumerate(sums):
+                factor, bias = factors[j][i % 2], self.bias[2 * j + i % 2]
                 if scales is not None:
                     factor = factor * scales[i // 2]
-                lanes[i] = self._capped(lanes[i] * factor)
+                if values is not None:
+                    bias = bias + values[i // 2][0]
+                if self.spec.softcap is None:
+                    lanes.append(fma(x, factor, bias))
+                else:
+                    lanes.append(self._capped(x * factor) + bias)
             found.append(lanes)
         return found
 
@@ -165,11 +324,17 @@ class DecodeSteps:
         inverse = pure_asm("rcp.approx.ftz.f32 $0, $1;", "=f,f", Float32, exp2(x) + 1.0)
         return fma(inverse, -2.0 * softcap * LOG2_E, softcap * LOG2_E)
 
-    def _mask(self, logits: list[list[Any]], token: Any) -> list[Any]:
-        """Take tokens out that a column does not see; whether any column sees the tokens in rows g and g + 8."""
+    def _place(self, token: Any) -> list[Any]:
+        """Where the lane is in a slab that is cut; whether any query sees the tokens in its rows g and g + 8."""
         # Anew for each slab that is cut, or registers hold places all the way.
-        spec, self.place = self.spec, opaque(self.lane)
-        tokens = [token + (row_token(spec.cache, self.place // 4) + 8 * i) for i in range(2)]
+        self.first, self.place = token, opaque(self.lane)
+        row = row_token(self.spec.cache, self.place // 4)
+        self.tokens = [token + (row + 8 * i) for i in range(2)]
+        return [self._seen(mine) for mine in self.tokens]
+
+    def _mask(self, logits: list[list[Any]]) -> None:
+        """Take tokens out that a column does not see."""
+        spec = self.spec
         for j, lanes in enumerate(logits):
             for e in range(2):
                 limit = self.length
@@ -178,14 +343,12 @@ class DecodeSteps:
                         self.block * self.block_columns + self.column + 8 * j + self.place % 4 * 2
                     )
                     limit = limit - (spec.rows - 1) + (column + e) // spec.group
-                for i, mine in enumerate(tokens):
+                for i, mine in enumerate(self.tokens):
                     seen = mine < limit
                     if spec.window is not None:
                         seen = seen & (mine >= limit - spec.window)
                     x = lanes[2 * i + e]
                     lanes[2 * i + e] = Float32(cutlass.select_(seen, x, -Float32.inf))
-        self.first = token
-        return [self._seen(mine) for mine in tokens]
 
     def _seen(self, token: Any) -> Any:
         """Whether any query sees a token."""
@@ -202,62 +365,78 @@ class DecodeSteps:
             found.append(low | high)
         return found
 
-    def _soften(self, logits: list[list[Any]]) -> None:
-        """Turn logits into exponentials, in place; ``correction`` is what the sums before are multiplied by."""
-        for j, lanes in enumerate(logits):
-            for e in range(2):
-                c = 2 * j + e
-                best = maximum(lanes[e], lanes[2 + e])
-                for distance in (4, 8, 16):
-                    best = maximum(best, cute.arch.shuffle_sync_bfly(best, distance))
-                old = self.maximum[c]
-                best = maximum(best, old)
-                # -inf - -inf is NaN; where nothing was seen, any other reference will do.
-                reference = Float32(cutlass.select_(best == -Float32.inf, Float32(0.0), best))
-                self.correction[c] = exp2(old - reference)
-                self.maximum[c] = best
-                for i in (e, 2 + e):
-                    lanes[i] = exp2(lanes[i] - reference + float(self.operands.shift))
-                both = lanes[e] + lanes[2 + e]
-                self.total[c] = fma(self.total[c], self.correction[c], both)
+    def _soften(self, logits: list[Any], scales: list[Any]) -> list[list[list[Any]]]:
+        """Exponentials of each part's biased logits, which are added up."""
+        size = 4 * self.columns
+        heights = cute.make_rmem_tensor(size * len(logits), Float32)
+        above = Boolean(False)
+        for c in range(2 * self.columns):
+            best = None
+            for n, lanes in enumerate(logits):
+                for i in (c % 2, 2 + c % 2):
+                    x = lanes[c // 2][i]
+                    heights[n * size + c // 2 * 4 + i] = x
+                    best = x if best is None else maximum(best, x)
+            above = above | (best > self.limit[c])
+        DecodeSteps._follow(self, heights, Boolean(above))
+        found = []
+        for n, values in enumerate(scales):
+            powers = [exp2(heights[n * size + i]) for i in range(size)]
+            for i, x in enumerate(powers):
+                c = i // 4 * 2 + i % 2
+                if values is None:
+                    self.total[c] = self.total[c] + x
+                else:
+                    self.total[c] = fma(x, values[i % 4 // 2][1], self.total[c])
+            found.append([powers[4 * j : 4 * j + 4] for j in range(self.columns)])
+        return found
 
     @cute.jit
-    def _rescale(self) -> None:
-        """Multiply the output before by ``correction``, where any column of the warp has one other than 1."""
-        out, correction = self.out, self.correction
-        moved = correction[0] != 1.0
-        for c in cutlass.range_constexpr(1, 2 * self.columns):
-            moved = moved | (correction[c] != 1.0)
-        if cute.arch.vote_any_sync(moved):
-            scale_columns(out, correction)
+    def _follow(self, heights, above) -> None:
+        """Move the references of columns that have a logit above their limit in any lane of the warp."""
+        state = (self.bias, self.limit, self.total, self.correction)
+        out, levels = self.out, (self.operands.shift, self.operands.slack)
+        if cute.arch.vote_any_sync(above):
+            move_references(heights, state, out, levels)
 
-    def _weigh(self, logits: list[list[Any]], seen: list[Any] | None) -> None:
-        """Add values times exponentials."""
-        operands = self.operands
-        scales = operands.value_scales()
+    def _weigh(self, part: Operands, logits: list[list[Any]], seen: list[Any] | None) -> None:
+        """Add a part's values times exponentials."""
         kept = None
-        if seen is not None:
-            if scales is not None:
-                # What memory holds beside the tokens may be NaN.
-                scales = [
-                    Float32(cutlass.select_(s, x, Float32(0.0)))
-                    for s, x in zip(seen, scales, strict=True)
-                ]
-            else:
-                kept = self._kept()
+        if seen is not None and not self.spec.packed:
+            kept = self._kept()
         columns = []
         for lanes in logits:
-            if scales is not None:
-                lanes = [x * scales[i // 2] for i, x in enumerate(lanes)]
-            words = pack_words(lanes, operands.value_kind)
-            columns.append([turn_matrix(w) for w in words])
-        for tile in range(self.steps):
-            a = operands.value(tile, kept)
+            columns.append([turn_matrix(w) for w in pack_words(lanes, part.value_kind)])
+        for tile in range(self.tiles):
+            zero = tile == self.steps
+            a = [Int32(part.value_zero)] * 4 if zero else part.value(tile, kept)
             for j, b in enumerate(columns):
-                place = (j * self.steps + tile) * 4
+                place = (j * self.tiles + tile) * 4
                 c = [self.out[place + i] for i in range(4)]
-                for i, x in enumerate(multiply(operands.value_kind, a, b, c)):
+                for i, x in enumerate(multiply(part.value_kind, a, b, c)):
                     self.out[place + i] = x
+
+    def settle(self) -> None:
+        """What is left to do behind a piece's last tile."""
+        self._settle()
+
+    def _settle(self) -> None:
+        """Maxima, and outputs of codes turned into such of values."""
+        shift, operands = float(self.operands.shift), self.operands
+        for c in range(2 * self.columns):
+            nothing = self.limit[c] == -Float32.inf
+            reference = shift - self.bias[c]
+            self.maximum[c] = Float32(cutlass.select_(nothing, -Float32.inf, reference))
+        if operands.value_zero is None:
+            return
+        for j in range(self.columns):
+            first = j * self.tiles * 4
+            zeros = [
+                self.out[first + self.steps * 4 + e] * -operands.value_unit(0) for e in range(2)
+            ]
+            for i in range(4 * self.steps):
+                unit = operands.value_unit(i // 4)
+                self.out[first + i] = fma(self.out[first + i], unit, zeros[i % 2])
 
 
 def scale_columns(out: Any, correction: Any) -> None:
@@ -265,6 +444,47 @@ def scale_columns(out: Any, correction: Any) -> None:
     share = cute.size(out) // (cute.size(correction) // 2)
     for i in range(cute.size(out)):
         out[i] = out[i] * correction[i // share * 2 + i % 2]
+
+
+def move_references(heights: Any, state: Any, out: Any, levels: tuple[int, int]) -> None:
+    """Bring columns with a logit above their limit down to ``shift``: biases, sums, outputs, and the logits at hand.
+
+    ``levels``: shift and slack. A column decides for itself alone.
+    """
+    bias, limit, total, correction = state
+    columns = cute.size(bias)
+    for c in range(columns):
+        best = column_maximum(heights, c, columns)
+        follows = best > limit[c]
+        up = pure_asm("cvt.rpi.f32.f32 $0, $1;", "=f,f", Float32, best)
+        move = Float32(cutlass.select_(follows, float(levels[0]) - up, Float32(0.0)))
+        # Where nothing was seen, sums are 0, and the way to the first reference has no bound.
+        fresh = limit[c] == -Float32.inf
+        correction[c] = Float32(cutlass.select_(fresh, Float32(1.0), exp2(move)))
+        limit[c] = Float32(cutlass.select_(follows, Float32(float(sum(levels))), limit[c]))
+        bias[c] = bias[c] + move
+        total[c] = total[c] * correction[c]
+        for place in places_of(heights, c, columns):
+            heights[place] = heights[place] + move
+    scale_columns(out, correction)
+
+
+def places_of(heights: Any, column: int, columns: int) -> list[int]:
+    """Where a column's logits are, of all parts."""
+    first = column // 2 * 4 + column % 2
+    return [
+        first + part + row for part in range(0, cute.size(heights), 2 * columns) for row in (0, 2)
+    ]
+
+
+def column_maximum(heights: Any, column: int, columns: int) -> Any:
+    """The largest of a column's logits in any lane of the warp."""
+    best = Float32(-Float32.inf)
+    for place in places_of(heights, column, columns):
+        best = maximum(best, heights[place])
+    for distance in (4, 8, 16):
+        best = maximum(best, cute.arch.shuffle_sync_bfly(best, distance))
+    return best
 
 
 def load_float(address: Any) -> Any:
