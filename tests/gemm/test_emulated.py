@@ -178,6 +178,8 @@ def test_a_residual_is_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     places = np.arange(rows)[:, None] * residual.stride(0) + np.arange(columns)
     wanted = residual.data_ptr() + 2 * places.ravel()
     assert np.array_equal(np.sort(np.concatenate(fetched)), wanted)
+
+
 def check(case: Case, rows: int, clusters: int, **options: object) -> None:
     job = EmulatedJob(case, rows, clusters)
     wanted = job.expected()
