@@ -55,7 +55,7 @@ __all__ = ["FewRowGemm"]
 
 CONSUMERS = 32 * WARPS
 THREADS = 128 + CONSUMERS
-REGISTERS = {1: (88, 208), 2: (64, 88)}
+REGISTERS = {1: (80, 208), 2: (64, 88)}
 """Per thread of the first warpgroup and of the consumers, by CTAs on an SM, after they have traded. A launch of 384
 threads gets 168, or 80, each.
 """
@@ -197,7 +197,8 @@ class FewRowGemm:
         along, end = share_of(rank, self.cluster, self.records.along)
         chunks = end - along
         if self.records.along % self.cluster == 0:
-            chunks = Int32(self.records.along // self.cluster)
+            # Unknown too: unrolled, all loads of a few records would be moved up, and then do not fit the registers.
+            chunks = opaque(Int32(self.records.along // self.cluster))
         return Walk(rank, first, step, count, m_tiles, along, chunks)
 
     def _bands(self, tile: Any) -> Any:
