@@ -1,4 +1,5 @@
-"""Which schedule: a model of the H200, of rates that were measured on one.
+"""Which schedule: a model of the H200. Rates of weights were measured on one; those of sums and of a kernel's ends
+(``SENT``, ``FINISH``, ``START``, ``END``) and ``COPY`` are estimates, which no table has tried yet.
 
 A kernel takes as long as its bytes, unless products or the copies of x take longer; while x is copied, nothing is
 multiplied, and what the ring holds hides it. Clusters make shares of x small and exchanges of sums longer; tiles whose

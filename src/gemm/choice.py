@@ -30,9 +30,8 @@ TALL = 1.01
 products at M = 1024 to 8192, and a tile that fills the last turn better gains less than that at the power limit."""
 
 ACCUMULATORS = 192
-"""Most accumulators of a thread in a tile that is chosen: all that is legal. At M = 2048 tiles of more than 128 took
-0.96 of the time for qkv of 8B and 405B and for gate/up of 70B and 405B, 1.00 elsewhere. What an epilogue needs beside
-them is seen only by compiling it; where it spills, ``compile_fitting`` takes a narrower tile."""
+"""Most accumulators of a thread in a tile that is chosen: all that is legal. What an epilogue needs beside them is seen
+only by compiling it; where it spills, ``compile_fitting`` takes a narrower tile."""
 
 SHAPES = ((128, False), (256, False), (64, True), (128, True))
 """Rows of a tile, ping-pong."""

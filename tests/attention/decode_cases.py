@@ -221,8 +221,9 @@ def compare(batch: Decoded, norm: float = 4e-3, row: float = 1e-2, lse_error: fl
     if spec.out_is_fp8:
         norm, row = 4.5e-2, 8e-2
     if spec.packed:
-        # A query is rounded once more, to float16, after its rotation, which gathers a mean in one channel.
-        lse_error = 2e-3
+        lse_error = max(
+            lse_error, 1e-3
+        )  # a query is rounded once more, to float16, after its rotation
     for i, n in enumerate(batch.lengths):
         wanted, lse = batch.wanted(i)
         found = batch.out.tensor[i].double() * scale

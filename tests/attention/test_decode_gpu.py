@@ -57,7 +57,8 @@ def test_kd_16_long_contexts(name: str, mean: float) -> None:
     spec = replace(SPECS[name], page=128, heads=8, kv_heads=2)
     batch = Decoded.draw(spec, [4097, 131072, 1, 33000], 3, mean)
     run(batch)
-    compare(batch)
+    # A rotation gathers the mean in one channel, whose rounding to float16 all logits share: 2^-11 of some three.
+    compare(batch, lse_error=1.5e-3 if spec.packed and mean else 2e-4)
 
 
 def test_kd_16_one_large_value_among_many() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import readme
+from benchmarks.parts import PARTS
 from benchmarks.provenance import ROOT
 from benchmarks.readme import BLOCKS, Results, main, pages, rendered
 from epicute.errors import ArgumentError
@@ -208,7 +208,7 @@ def test_status_follows_the_gpu_tests(results: Results) -> None:
 
 
 def test_gpu_tests_named_by_the_status_exist() -> None:
-    for part in readme.PARTS:
+    for part in PARTS:
         assert all((ROOT / place).exists() for place in part.tests), part
         assert (part.needs == "sm_90a") <= bool(part.tests)
 
