@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -37,16 +36,6 @@ RAGGED = (1, 0, 63, 64, 65, 255, 256, 257, 700)
 """A first token, a row that takes no part, page edges and part edges."""
 
 LONG = (4097, 3)
-
-
-@pytest.fixture(autouse=True)
-def finished(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test ends when its kernels do; one that faulted takes the process's context with it."""
-    yield
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        pytest.exit(f"{request.node.nodeid}: {error}", returncode=3)
 
 
 def scene(name: str, weights: str, cache: str, lengths: Any, **options: Any) -> Scene:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,6 @@ from tests.models.test_gpu_decode_model import SAME, on_gpu, taken_over
 pytestmark = pytest.mark.gpu
 
 FORMS = (("bf16", "row"), ("fp8", "row"), ("fp8", "delayed"), ("int4", "row"))
-
-
-@pytest.fixture(autouse=True)
-def finished(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test ends when its kernels do; one that faulted takes the process's context with it."""
-    yield
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        pytest.exit(f"{request.node.nodeid}: {error}", returncode=3)
 
 
 @pytest.fixture(scope="module")

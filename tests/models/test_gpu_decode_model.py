@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +33,6 @@ SAME = Budget(0.025, 0.05)
 
 COARSE = Budget(0.12, 0.2)
 """The same where that moves a nibble or an 8-bit code of cache or activations."""
-
-
-@pytest.fixture(autouse=True)
-def finished(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test ends when its kernels do; one that faulted takes the process's context with it."""
-    yield
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        pytest.exit(f"{request.node.nodeid}: {error}", returncode=3)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -77,16 +77,6 @@ def compiled() -> None:
         precompile(kernels)
     except EpicuteError as error:
         warnings.warn(f"precompile: {error}", stacklevel=1)
-
-
-@pytest.fixture(autouse=True)
-def finished(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test ends when its kernels do; one that faulted takes the process's context with it."""
-    yield
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        pytest.exit(f"{request.node.nodeid}: {error}", returncode=3)
 
 
 @lru_cache
