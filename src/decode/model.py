@@ -52,8 +52,8 @@ INGRESS = 100e3
 COPY = 35e3
 """Bytes of x that one SM copies per microsecond: 32 KB under way, of an L2 that all SMs ask at once."""
 
-SENT = {1: 60e3, 2: 30e3, 4: 20e3, 8: 15e3}
-"""Bytes of partial sums that the consumers of one SM hand on per microsecond, by CTAs of a cluster."""
+SENT = 60e3
+"""Bytes of partial sums that the consumers of one SM hand on per microsecond."""
 
 FINISH = 0.4
 """Microseconds of an epilogue's eight rows, of which three warps do a share each."""
@@ -167,7 +167,7 @@ def expected_microseconds(problem: FewRowProblem, schedule: FewRowSchedule) -> f
     busy = work if whole else work + x / COPY - exposed
     stream = max(problem.records.nbytes / STREAM, weights / PER_SM, (weights + x) / INGRESS)
     sums = 4 * shares_of(record.bits, schedule.mma) * schedule.rows * problem.tile
-    busy += rounds * sums / SENT[cluster]
+    busy += rounds * sums / SENT
     finish = rounds * epilogue_tasks(schedule.owned) * FINISH
     fixed = START[schedule.resident] + END[cluster]
     return max(stream, busy, finish) + exposed + fixed

@@ -40,7 +40,10 @@ STAGED = 2
 """Buffers of staged operands."""
 
 BARRIERS = 2 * STAGED
-"""Barriers of the staged operands; each buffer of sums has two more."""
+"""Barriers of the staged operands; each buffer of partial sums has two more, and so has each of a cluster's sums."""
+
+ARRIVING = {8: 4, 16: 4, 32: 2, 64: 2}
+"""Tiles whose sums may be on their way to a CTA of a cluster at once, by rows of x."""
 
 HELD = {"sync": 80, "wgmma": 136}
 """Registers of a thread for sums that are held while x is read; of ``wgmma``, those of products under way too."""
@@ -121,7 +124,7 @@ class FewRowSchedule:
             then crowd some SMs and leave others idle, which is what tests of the ring want.
         wide: tiles whose sums a CTA holds in registers while it goes once along k, where x is read again for each: x is
             read that many times less. sums: buffers of a tile's partial sums: with two, the sums of a tile are added
-            up while those of the next are sent.
+            up while those of the next are written.
         mma: ``"sync"``, each warp by itself with `mma.sync`, or ``"wgmma"``, two warpgroups with the weights as the
             register operand of `wgmma`, from the same packed bytes.
     """
@@ -216,7 +219,7 @@ class FewRowSchedule:
 class Shared:
     """Where everything stands in shared memory, in bytes from its start.
 
-    ring | x | partial sums | staged float32, two buffers | staged int64, two buffers | barriers
+    ring | x | partial sums | sums that arrive | staged float32, two buffers | staged int64, two buffers | barriers
     """
 
     problem: FewRowProblem
@@ -248,19 +251,41 @@ class Shared:
         return self.x + self.chunk * self.schedule.chunks
 
     @property
-    def senders(self) -> int:
-        """Partial sums of one sum."""
-        return shares_of(self.problem.record.bits, self.schedule.mma) * self.schedule.cluster
+    def shares(self) -> int:
+        """Partial sums of one sum in a CTA."""
+        return shares_of(self.problem.record.bits, self.schedule.mma)
+
+    @property
+    def sum(self) -> int:
+        """Bytes of one sum of all of a tile, as it lies in shared memory."""
+        return 4 * self.schedule.rows * pitch_of(self.problem.tile)
 
     @property
     def exchange(self) -> int:
         """Bytes of one tile's partial sums."""
-        return _rounded(4 * self.senders * self.schedule.owned * pitch_of(self.problem.tile))
+        return _rounded(self.shares * self.sum)
+
+    @property
+    def arrivals(self) -> int:
+        """Start of the sums that CTAs of a cluster send each other: of every sender, the rows of x that this one
+        finishes.
+        """
+        return self.sums + self.exchange * self.schedule.sums
+
+    @property
+    def arrival(self) -> int:
+        """Bytes of one tile's sums that arrive."""
+        return _rounded(self.sum)
+
+    @property
+    def arriving(self) -> int:
+        """Buffers of sums that arrive."""
+        return ARRIVING[self.schedule.rows] if self.schedule.cluster > 1 else 0
 
     @property
     def floats(self) -> int:
         """Start of the staged float32."""
-        return self.sums + self.exchange * self.schedule.sums
+        return self.arrivals + self.arrival * self.arriving
 
     @property
     def float_count(self) -> int:
@@ -287,7 +312,7 @@ class Shared:
     @property
     def size(self) -> int:
         """Bytes of all."""
-        count = 2 * self.schedule.slots + BARRIERS + 2 * self.schedule.sums
+        count = 2 * (self.schedule.slots + self.schedule.sums + self.arriving) + BARRIERS
         return self.barriers + _rounded(8 * count)
 
 

@@ -52,7 +52,7 @@ class FewRowDriver(Driver):
         self.shared = Shared(problem, schedule)
 
     def finish(self, base: Any, tile: Tile, part: Any, place: tuple[Any, Any, Any]) -> None:
-        """Run the composition on eight rows.
+        """Run the composition on eight rows, whose sums are at ``base``: of a CTA's shares, or of a cluster's CTAs.
 
         ``tile.n``: the tile, or the unit whose ``part`` it is. ``place``: (first of the rows that this CTA finishes,
         row among them, lane).
@@ -111,12 +111,12 @@ class FewRowDriver(Driver):
 
     def _sum(self, base: Any, feature: int, row: Any, lane: Any) -> list[Any]:
         """Two adjacent features' partial sums, added up in the order of k."""
-        owned, tile = self.schedule.owned, self.problem.tile
-        start = Int32(base) + self.shared.sums
+        owned, tile, cluster = self.schedule.owned, self.problem.tile, self.schedule.cluster
+        senders = cluster if cluster > 1 else self.shared.shares
         column = Int32(feature) + 2 * lane
         pairs = [
-            load_pair(start + Int32(partial_place(s, row, column, owned, tile)) * 4)
-            for s in range(self.shared.senders)
+            load_pair(Int32(base) + Int32(partial_place(s, row, column, owned, tile)) * 4)
+            for s in range(senders)
         ]
         total = pairs[0]
         for pair in pairs[1:]:

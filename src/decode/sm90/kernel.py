@@ -11,8 +11,10 @@ it reads weights while the kernel before is still at work, up to what the ring h
     barriers      full[s]     one producer arrive + bytes of a record                        ring -> consumers
                   empty[s]    the eight consumer warps                                       consumers -> ring
                   ready[2]    96 staging threads; taken[2]: the parts of the tile's epilogue
-                  added[b]    every consumer warp: its sums of a tile are written; in a cluster, the bytes of all sums
-                  read[b]     warps 1-3 of every CTA of the cluster: the sums may be written over
+                  added[b]    every consumer warp: its sums of a tile are written
+                  read[b]     warps 1-3: the sums may be written over
+                  came[b]     in a cluster: one arrive + bytes of the sums of all its CTAs   warps 1-3 -> warps 1-3
+                  used[b]     warps 1-3 of every CTA: what has come may be written over
     named         1           consumers, around X
 
     warp 0        |record 0|record 1| ...  as the ring allows, from before ``griddepcontrol.wait`` on
@@ -27,8 +29,8 @@ registers (``wide``), so that a phase serves them all:
 Warps multiply each by itself, or four as a warpgroup (``multiply``, ``warpgroup``): sums stand in the same registers.
 
 A slot is given back behind ``__syncwarp``: lanes leave a wait one by one, and an arrival of lane 0 alone says nothing
-of what the others have read. A CTA of a cluster has a share of k; it sends its sums, over distributed shared memory, to
-the CTA that finishes their row of X, which adds shares in the order of k.
+of what the others have read. A CTA of a cluster has a share of k; its warps 1-3 send its sums, over distributed shared
+memory, to the CTA that finishes their row of X (``exchange``), and run epilogues one tile behind.
 """
 
 from __future__ import annotations
@@ -41,9 +43,18 @@ from cutlass import memory as cutlass_memory
 
 from epicute.decode.geometry import FINISHERS, WARPS, epilogue_tasks, finisher, share_of
 from epicute.decode.schedule import BARRIERS, STAGED, Shared
+from epicute.decode.sm90.exchange import Exchange
 from epicute.decode.sm90.finish import FewRowDriver
-from epicute.decode.sm90.multiply import Multiplier, signal
-from epicute.decode.sm90.ptx import arrive, barrier_at, bulk_copy, streaming
+from epicute.decode.sm90.multiply import Multiplier
+from epicute.decode.sm90.ptx import (
+    arrive,
+    arrive_remote,
+    barrier_at,
+    bulk_copy,
+    expect,
+    remote,
+    streaming,
+)
 from epicute.decode.sm90.stage import Activations
 from epicute.decode.sm90.warpgroup import WarpgroupMultiplier
 from epicute.decode.spec import FewRowSpec
@@ -87,6 +98,7 @@ class FewRowGemm:
         self.cluster, self.rows = spec.schedule.cluster, spec.schedule.rows
         self.records, self.record = spec.problem.records, spec.problem.record
         self.driver = FewRowDriver(spec.resolved, spec.layout, spec.problem, spec.schedule)
+        self.exchange = Exchange(spec.problem, spec.schedule)
         self.stager = Stager(spec.resolved, spec.layout, self.rows, spec.problem.staged_rows)
         self.staged = not self.stager.plan.empty
         self.activations = Activations(spec.problem, spec.schedule)
@@ -143,7 +155,7 @@ class FewRowGemm:
             cute.arch.cluster_wait()
 
     def _barrier(self, base: Any, index: Any) -> Any:
-        """Address of a barrier: full and empty of each slot, ready[2], taken[2], added[b], read[b]."""
+        """Address of a barrier: full and empty of each slot, then the others in the order of the module's table."""
         return base + self.shared.barriers + index * 8
 
     def _full(self, base: Any, slot: Any) -> Any:
@@ -168,6 +180,13 @@ class FewRowGemm:
     def _read(self, base: Any, count: Any) -> Any:
         return self._other(base, BARRIERS + self.schedule.sums + count % self.schedule.sums)
 
+    def _came(self, base: Any, count: Any) -> Any:
+        return self._other(base, BARRIERS + 2 * self.schedule.sums + count % self.shared.arriving)
+
+    def _used(self, base: Any, count: Any) -> Any:
+        first = BARRIERS + 2 * self.schedule.sums + self.shared.arriving
+        return self._other(base, first + count % self.shared.arriving)
+
     @cute.jit
     def _open(self, base, thread) -> None:
         """Set the barriers up, so that all of the cluster see them."""
@@ -176,9 +195,10 @@ class FewRowGemm:
             for slot in cutlass.range_constexpr(slots):
                 cute.arch.mbarrier_init(barrier_at(self._full(base, slot)), 1)
                 cute.arch.mbarrier_init(barrier_at(self._empty(base, slot)), WARPS)
-            sums = (WARPS if self.cluster == 1 else 1, FINISHERS * self.cluster)
             counts = [c for c in (STAGERS, self.tasks) for _ in range(STAGED)]
-            counts += [c for c in sums for _ in range(self.schedule.sums)]
+            counts += [c for c in (WARPS, FINISHERS) for _ in range(self.schedule.sums)]
+            both = (1, FINISHERS * self.cluster)
+            counts += [c for c in both for _ in range(self.shared.arriving)]
             for i in cutlass.range_constexpr(len(counts)):
                 cute.arch.mbarrier_init(barrier_at(self._other(base, i)), counts[i])
         cute.arch.mbarrier_init_fence()
@@ -279,21 +299,55 @@ class FewRowGemm:
 
     @cute.jit
     def _finish_all(self, arguments, base, walk, thread) -> None:
-        """Stage the operands of every tile, one ahead, and run this warp's part of every epilogue."""
+        """Stage the operands of every tile, one ahead, and run this warp's part of every epilogue.
+
+        In a cluster, a tile's sums are sent before the epilogue of the tile in front of it: they are under way then.
+        """
         warp, lane = cute.arch.make_warp_uniform(thread // 32) - 1, thread % 32
         state = TileState(self.spec.layout, arguments)
-        turn = cute.make_rmem_tensor(2, Int32)
+        turn = cute.make_rmem_tensor(3, Int32)
         turn.fill(0)
         for m in cutlass.range(walk.m_tiles, unroll=1):
-            if cutlass.const_expr(self.staged):
-                self._stage_one(arguments, base, turn, walk, m, 0, thread)
-            for i in cutlass.range(walk.count, unroll=1):
-                tile = walk.first + i * walk.step
+            if cutlass.const_expr(self.cluster > 1):
+                for i in cutlass.range(walk.count + 1, unroll=1):
+                    if cutlass.const_expr(self.staged):
+                        self._stage_one(arguments, base, turn, walk, m, i, thread)
+                    self._send_one(base, turn, walk, i, thread)
+                    self._finish_one(arguments, base, walk, state, turn, m, i - 1, warp, lane)
+            else:
                 if cutlass.const_expr(self.staged):
-                    self._stage_one(arguments, base, turn, walk, m, i + 1, thread)
-                self._finish(arguments, base, walk, state, turn[1], m, tile, warp, lane)
-                turn[1] = turn[1] + 1
+                    self._stage_one(arguments, base, turn, walk, m, 0, thread)
+                for i in cutlass.range(walk.count, unroll=1):
+                    if cutlass.const_expr(self.staged):
+                        self._stage_one(arguments, base, turn, walk, m, i + 1, thread)
+                    self._finish_one(arguments, base, walk, state, turn, m, i, warp, lane)
         state.flush(lane)
+
+    @cute.jit
+    def _send_one(self, base, turn, walk, i, thread) -> None:
+        """Add the CTA's sums of the ``i``-th tile up and send them, where there is one."""
+        if i < walk.count:
+            count = turn[2]
+            come, arriving = count % self.shared.arriving, count // self.shared.arriving
+            came = self._came(base, count)
+            expect(came, 4 * self.rows * self.problem.tile, Int32(thread == 32))
+            parity = count // self.schedule.sums & 1
+            cute.arch.mbarrier_wait(barrier_at(self._added(base, count)), parity)
+            cute.arch.mbarrier_wait(barrier_at(self._used(base, count)), (arriving & 1) ^ 1)
+            sums = self._sums(base, count) + self.shared.sums
+            arrivals = base + self.shared.arrivals + come * self.shared.arrival
+            self.exchange.send(sums, arrivals, came, walk.rank, thread - 32)
+            cute.arch.sync_warp()
+            arrive(self._read(base, count), Int32(thread % 32 == 0))
+            turn[2] = count + 1
+
+    @cute.jit
+    def _finish_one(self, arguments, base, walk, state, turn, m, i, warp, lane) -> None:
+        """This warp's part of the ``i``-th tile's epilogue, where there is one."""
+        if i >= 0:
+            tile = walk.first + i * walk.step
+            self._finish(arguments, base, walk, state, turn[1], m, tile, warp, lane)
+            turn[1] = turn[1] + 1
 
     @cute.jit
     def _stage_one(self, arguments, base, turn, walk, m, i, thread) -> None:
@@ -343,7 +397,7 @@ class FewRowGemm:
                     bands = self._bands(tile)
                     for band in cutlass.range(bands, unroll=1):
                         self._band(arguments, base, walk, multiplier, turn, m, band, thread)
-                    self.multiplier.announce(multiplier, self._added(base, turn[2]), bands)
+                    self.multiplier.announce(multiplier, self._added(base, turn[2]))
                     turn[2] = turn[2] + 1
 
     @cute.jit
@@ -383,8 +437,7 @@ class FewRowGemm:
                 self._records(base, multiplier, turn, count, 0)
         if band == 0:
             self._await_read(base, turn[2])
-        sums, added = self._sums(base, turn[2]), self._added(base, turn[2])
-        self.multiplier.send(multiplier, sums, walk.rank, band, added)
+        self.multiplier.send(multiplier, self._sums(base, turn[2]), band)
 
     @cute.jit
     def _wide(self, arguments, base, walk, multiplier, turn, m, first, thread) -> None:
@@ -403,9 +456,8 @@ class FewRowGemm:
         """Hand the sums of the ``i``-th tile on, where there is one."""
         if i < walk.count:
             self._await_read(base, turn[2])
-            sums, added = self._sums(base, turn[2]), self._added(base, turn[2])
-            self.multiplier.send(multiplier, sums, walk.rank, Int32(0), added, which)
-            self.multiplier.announce(multiplier, added, 1)
+            self.multiplier.send(multiplier, self._sums(base, turn[2]), Int32(0), which)
+            self.multiplier.announce(multiplier, self._added(base, turn[2]))
             turn[2] = turn[2] + 1
 
     def _await_read(self, base: Any, count: Any) -> None:
@@ -441,13 +493,22 @@ class FewRowGemm:
 
         It sees every tile's sums complete, and says so: phases of a barrier that pass unseen would be taken for others.
         """
-        parity = count // self.schedule.sums & 1
-        cute.arch.mbarrier_wait(barrier_at(self._added(base, count)), parity)
+        if cutlass.const_expr(self.cluster > 1):
+            parity = count // self.shared.arriving & 1
+            cute.arch.mbarrier_wait(barrier_at(self._came(base, count)), parity)
+        else:
+            parity = count // self.schedule.sums & 1
+            cute.arch.mbarrier_wait(barrier_at(self._added(base, count)), parity)
         cute.arch.sync_warp()
         first = finisher(warp, count, self.schedule.owned)
         for task in cutlass.range(first, self.tasks, FINISHERS, unroll=1):
             self._task(arguments, base, walk, state, count, m, tile, task, lane)
-        signal(self._read(base, count), lane, self.cluster)
+        cute.arch.sync_warp()
+        if cutlass.const_expr(self.cluster > 1):
+            there = remote(self._used(base, count), cutlass.min(lane, self.cluster - 1))
+            arrive_remote(there, Int32(lane < self.cluster))
+        else:
+            arrive(self._read(base, count), Int32(lane == 0))
 
     @cute.jit
     def _task(self, arguments, base, walk, state, count, m, tile, task, lane) -> None:
@@ -460,7 +521,11 @@ class FewRowGemm:
         found = Tile(arguments, state, floats, integers, m, tile // parts)
         first = walk.rank * self.schedule.owned
         row = task * 8 + lane // 4
-        self.driver.finish(self._sums(base, count), found, tile % parts, (first, row, lane))
+        if cutlass.const_expr(self.cluster > 1):
+            sums = base + self.shared.arrivals + count % self.shared.arriving * self.shared.arrival
+        else:
+            sums = self._sums(base, count) + self.shared.sums
+        self.driver.finish(sums, found, tile % parts, (first, row, lane))
         cute.arch.sync_warp()
         if cutlass.const_expr(self.staged):
             arrive(self._taken(base, buffer), Int32(lane == 0))

@@ -22,15 +22,11 @@ from epicute.decode.schedule import FewRowProblem, FewRowSchedule, Shared
 from epicute.decode.sm90.convert import Convert
 from epicute.decode.sm90.ptx import (
     arrive,
-    arrive_remote,
-    expect,
     fma,
     load_byte,
     load_half,
     load_words,
     mma,
-    remote,
-    store_async,
     store_float,
 )
 from epicute.layouts import BLOCK, TILE_ROWS
@@ -232,47 +228,25 @@ class Multiplier:
                     at = self._register(t, j, r)
                     self.sums[at] = fma(scale, value, self.sums[at])
 
-    def send(self, base: Any, rank: Any, band: Any, barrier: Any, which: int = 0) -> None:
-        """Hand a band's sums to the CTAs that finish them: everyone has some of the rows of x.
+    def send(self, base: Any, band: Any, which: int = 0) -> None:
+        """Leave a band's sums in shared memory, where they are added up.
 
         ``base``: the start of shared memory, or what the buffer of sums is behind its first. ``band``: of the tile.
-        ``barrier``: where those of a cluster count their bytes.
         """
         self.which = which
-        owned, tile = self.schedule.owned, self.problem.tile
-        sender = rank * self.shares + self.share
         start = Int32(base) + self.shared.sums
         for j in range(self.columns):
             for e in range(2):
                 m = 8 * j + 2 * (self.lane % 4) + e
-                place, there = start, barrier
-                if self.schedule.cluster > 1:
-                    place, there = remote(start, m // owned), remote(barrier, m // owned)
                 for t, half, row in self._rows():
-                    at = partial_place(sender, m % owned, band * BAND + row, owned, tile)
+                    feature = band * BAND + row
+                    at = partial_place(
+                        self.share, m, feature, self.schedule.rows, self.problem.tile
+                    )
                     value = self.sums[self._register(t, j, 2 * half + e)]
-                    if self.schedule.cluster > 1:
-                        store_async(place + Int32(at) * 4, value, there)
-                    else:
-                        store_float(place + Int32(at) * 4, value)
+                    store_float(start + Int32(at) * 4, value)
 
-    def announce(self, barrier: Any, bands: Any) -> None:
-        """Tell whoever finishes a tile of ``bands`` bands that this warp's sums are there; of a cluster, how many bytes
-        come from all its CTAs.
-        """
-        if self.schedule.cluster == 1:
-            cute.arch.sync_warp()
-            arrive(barrier, Int32(self.lane == 0))
-        else:
-            size = 4 * self.shared.senders * self.schedule.owned * BAND
-            chosen = (self.part == 0) & (self.share == 0) & (self.lane == 0)
-            expect(barrier, Int32(bands) * size, Int32(chosen))
-
-
-def signal(barrier: Any, lane: Any, cluster: int) -> None:
-    """One arrival of a warp at an mbarrier in every CTA of the cluster."""
-    if cluster == 1:
-        arrive(barrier, Int32(lane == 0))
-    else:
-        where = remote(barrier, cutlass.min(lane, cluster - 1))
-        arrive_remote(where, Int32(lane < cluster))
+    def announce(self, barrier: Any) -> None:
+        """Tell whoever adds a tile's sums up that this warp's are there."""
+        cute.arch.sync_warp()
+        arrive(barrier, Int32(self.lane == 0))
