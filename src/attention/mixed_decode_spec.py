@@ -47,7 +47,10 @@ GROUPS = 2
 MAIL_SLOTS = 2
 
 SMEM_OF_TWO = 113 * 1024
-"""Bytes of a CTA of which an SM holds two."""
+"""Bytes of a CTA of which an SM holds two, of one launch or of two in a chain."""
+
+ROW_PAD = 4
+"""Floats behind a column's outputs where warpgroups meet: its maximum and sum among them."""
 
 
 def decode_at(name: str) -> int:
@@ -192,8 +195,8 @@ class MixedDecodeSchedule:
         )
 
     def parts(self, spec: MixedDecodeSpec) -> int:
-        """Most parts of a head of a request: about two of all heads together for each SM."""
-        return max(8, 256 // (spec.kv_heads * spec.blocks))
+        """Most parts of a head of a request: about one of all heads together for each SM."""
+        return max(8, 128 // (spec.kv_heads * spec.blocks))
 
     def cut(self, spec: MixedDecodeSpec) -> Cut:
         """What decides the parts, as ``decode_work`` takes it."""
@@ -208,14 +211,14 @@ class MixedDecodeSchedule:
 
     @staticmethod
     def fixed_bytes(spec: MixedDecodeSpec) -> int:
-        """Bytes of shared memory beside the ring, the allocator's alignment included."""
+        """Bytes of shared memory beside the ring, mailbox and mbarriers included."""
         columns, width = spec.columns, spec.page.head_dim
         queries = 2 * columns * width * 2
         probabilities = GROUPS * columns * TILE
-        outputs = columns * (width + 4) * 4
+        outputs = 2 * min(spec.group, columns) * (width + ROW_PAD) * 4
         meeting = GROUPS * 9 * columns * 4
-        rows = MAIL_SLOTS * (2 * width + 4 * columns * max(spec.terms, 1) + 128)
-        return queries + probabilities + outputs + meeting + rows + 3 * 1024
+        rows = MAIL_SLOTS * (2 * width + 2 * columns * max(spec.terms, 1))
+        return queries + probabilities + outputs + meeting + rows + 512
 
     def shared_memory(self, spec: MixedDecodeSpec) -> int:
         """Bytes of shared memory of a CTA."""

@@ -95,7 +95,8 @@ def choose(
             like = _fitted(problem, replace(plain, cluster=cluster, rows=judged), target)
             if mine is not None:
                 expected = expected_microseconds(problem, like or mine)
-                found.append((expected, cluster, forms.index(form), mine))
+                # What does not serve all rows alike is for weights that nothing does.
+                found.append((like is None, expected, cluster, forms.index(form), mine))
     require(
         bool(found),
         "composition",
@@ -104,7 +105,7 @@ def choose(
         "use fewer rows, or a projection for each range of columns",
         UnsupportedError,
     )
-    return min(found, key=lambda entry: entry[:3])[3]
+    return min(found, key=lambda entry: entry[:4])[4]
 
 
 def _fitted(

@@ -364,7 +364,7 @@ def test_the_rings_hand_over_a_hundred_thousand_times(late: bool, crowd: int, mm
 def test_sums_of_many_tiles_cross_a_cluster(mma: str, format: str, cluster: int) -> None:
     """28 rounds of an exchange whose buffers are used again and again; whole numbers, so bit for bit, twenty times."""
     changes = (("cluster", cluster), ("resident", 1), ("mma", mma), ("conversion", "registers"))
-    case = Few(compose(Store(BF16)), 28672, 1024, format, 64, changes=changes)
+    case = Few(compose(Store(BF16)), 28672, 4096, format, 64, changes=changes)
     plan = planned(case, DEVICE)
     for seed in range(20):
         FewJob(case, 64, seed, DEVICE).run(plan)

@@ -8,7 +8,8 @@ p        a tile's probabilities of each warpgroup: (columns, 128) E4M3 in the to
 rows     two new tokens: nibbles, scales, values, ΔS
 peaks    of each warpgroup: (warp, column), of a tile
 sums     of each warpgroup: (warp, column) sums of a part, then (column) maxima
-out      (columns, head_dim + 4) float32: where warpgroups meet
+out      (heads of a block, head_dim + 4) float32: where warpgroups meet
+folded   as out: a head's parts so far, with their maximum and sum behind the outputs
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from cutlass.cute.nvgpu import warpgroup
 from epicute.attention.mixed_decode_spec import (
     GROUPS,
     MAIL_SLOTS,
+    ROW_PAD,
     TILE,
     MixedDecodeSchedule,
     MixedDecodeSpec,
@@ -39,7 +41,7 @@ __all__ = [
     "value_place",
 ]
 
-MAIL_FIELDS = 11
+MAIL_FIELDS = 12
 MAIL_BYTES = 48
 """Of a slot of the mailbox."""
 
@@ -59,6 +61,7 @@ class Shared(NamedTuple):
     peaks: Any
     sums: Any
     out: Any
+    folded: Any
     flag: Any
     mail: Any
     v_tensor: Any
@@ -122,7 +125,7 @@ class Layout:
         self.delta_stage = self.pages * self.delta_page
         self.query_bytes = spec.columns * page.head_dim * 2
         self.p_bytes = spec.columns * TILE
-        self.pitch = page.head_dim + 4
+        self.pitch = page.head_dim + ROW_PAD
         # Of a new token's row: nibbles, scales, values, ΔS.
         self.row_scales = page.row_bytes
         self.row_values = page.row_bytes + 16
@@ -177,12 +180,13 @@ class Layout:
             "rows": MAIL_SLOTS * self.row_bytes,
             "peaks": GROUPS * 4 * columns * 4,
             "sums": GROUPS * 5 * columns * 4,
-            "out": columns * self.pitch * 4,
+            "out": min(self.spec.group, columns) * self.pitch * 4,
+            "folded": min(self.spec.group, columns) * self.pitch * 4,
             "flag": 16,
             "mail": MAIL_SLOTS * MAIL_BYTES,
         }
         found = {
-            name: Int32(allocator.allocate_array(cutlass.Uint8, n, byte_alignment=128).toint())
+            name: Int32(allocator.allocate_array(cutlass.Uint8, n, byte_alignment=16).toint())
             for name, n in sizes.items()
         }
         for name, tensor in tensors.items():

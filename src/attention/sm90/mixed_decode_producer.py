@@ -1,6 +1,7 @@
 """The warp that finds a CTA's parts, posts them, and streams their pages. Imports the DSL.
 
-Parts are those of ``decode_work``. A tile's pages come as bulk copies of nibbles with their scales and of ΔS, by one
+Parts are those of ``decode_work``; where there are many, a stripe begins with a run of them, so that heads are whole
+more often. A tile's pages come as bulk copies of nibbles with their scales and of ΔS, by one
 lane a page, and of V^T by TMA. A part is walked from its last tile back. Page ids come 32 at a time.
 """
 
@@ -34,13 +35,17 @@ __all__ = ["Part", "Producer", "read_part"]
 
 LANES = 32
 
+RUN_BITS = (2, 3, 4)
+"""log2 of runs of parts. A run of all parts of a head leaves nothing to merge."""
+
 
 class Part(NamedTuple):
     """A part of a head's keys.
 
     ``valid``: 0 behind the last one; ``first``, ``count``: its tiles; ``tiles``, ``length``: tiles and keys of the
     request; ``slot``: of the partial result; ``pieces``: parts of the head, from slot ``origin`` on; ``arrivals``: how
-    many of them this CTA has taken when this one is done, 0 where the next part is of the same head.
+    many of them this CTA has taken when this one is done, 0 where the next part is of the same head; ``folds``: whether
+    it has all parts of the head up to this one.
     """
 
     valid: Any
@@ -54,6 +59,7 @@ class Part(NamedTuple):
     pieces: Any
     origin: Any
     arrivals: Any
+    folds: Any
 
 
 def read_part(mail: Any, place: Any) -> Part:
@@ -112,7 +118,7 @@ class Producer:
         for later in cutlass.range(1, (batch + (LANES - 1)) // LANES, unroll=4):
             found = self._pieces(self._length(arguments, later * LANES + lane))
             total += cute.arch.warp_redux_sync(found * heads, "add")
-        first, end = (Int32(x) for x in stripe(*(Uint32(x) for x in (cta, ctas, total))))
+        first, end = self._stripe(cta, ctas, total)
         position = first
         ring, mail = Int32(0), Int32(0)
         while position < end:
@@ -135,6 +141,26 @@ class Producer:
             ring = Producer._stream(self, arguments, part, pages, ring, lane)
         Producer._post(self, Part(*[Int32(0)] * MAIL_FIELDS), mail, lane)
 
+    @cute.jit
+    def _stripe(self, cta, ctas, total) -> tuple[Int32, Int32]:
+        """(first, end) of this CTA's parts: whole runs, where they are many."""
+        bits = cute.make_rmem_tensor(1, Int32)
+        bits[0] = Int32(0)
+        if total > 2 * ctas:
+            bits[0] = self._run_bits(ctas, total)
+        runs = (total + ((1 << bits[0]) - 1)) >> bits[0]
+        first, end = stripe(*(Uint32(x) for x in (cta, ctas, runs)))
+        first, end = Int32(first) << bits[0], Int32(end) << bits[0]
+        return cutlass.min(first, total), cutlass.min(end, total)
+
+    def _run_bits(self, ctas: Any, total: Any) -> Any:
+        """log2 of the longest run that lengthens no CTA's stripe by more than a sixteenth."""
+        most, found = _above(total, ctas), Int32(0)
+        for bits in RUN_BITS:
+            longest = _above((total + ((1 << bits) - 1)) >> bits, ctas) << bits
+            found = Int32(cutlass.select_(longest * 16 <= most * 17, Int32(bits), found))
+        return found
+
     def _part(self, request: Any, length: Any, pieces: Any, place: tuple[Any, Any, Any]) -> Part:
         """A part of a request. ``place``: among its parts; parts before it and from it on in the CTA's stripe."""
         cut, (unit, taken, left) = self.cut, place
@@ -147,8 +173,9 @@ class Producer:
         slot = slot_of(number, origin, cut.parts)
         goes_on = (number < pieces - 1) & (left > 1)
         arrivals = cutlass.select_(goes_on, Int32(0), cutlass.min(number, taken) + 1)
+        folds = cutlass.select_(number <= taken, Int32(1), Int32(0))
         found = (Int32(1), request, head, number * each, count, tiles, length, slot, pieces, origin)
-        return Part(*(Int32(x) for x in (*found, arrivals)))
+        return Part(*(Int32(x) for x in (*found, arrivals, folds)))
 
     @cute.jit
     def _post(self, part, mail, lane) -> None:
@@ -244,6 +271,11 @@ class Producer:
             source = source * layout.delta_page + arguments[at("delta")]
             target = self.shared.delta + place * layout.delta_stage + number * layout.delta_page
             bulk_copy(target, source, Int32(layout.delta_page), count)
+
+
+def _above(a: Any, b: Any) -> Any:
+    """a / b, rounded up, of positive numbers."""
+    return Int32((Uint32(a) + (Uint32(b) - 1)) // Uint32(b))
 
 
 def running_sum(x: Any, lane: Any) -> Any:
