@@ -171,7 +171,7 @@ class MixedDecodePlan:
             workspace=workspace,
             kv_lengths=kv_lengths,
             page_table=page_table,
-            ctas=processors * self.kernel.schedule.ctas,
+            ctas=self.kernel.schedule.launched(self.spec, q.shape[0], processors),
             **operands,
         )
         if q.shape[0]:

@@ -171,7 +171,7 @@ class MixedDecodeSchedule:
     Attributes:
         stages: tiles in shared memory.
         part: tokens of a part at least; a request's parts depend on its own length alone.
-        ctas: of an SM.
+        ctas: of an SM, at most.
         carveout: percent of an SM's memory that is shared memory, or -1 for the driver's choice, which may leave room
             for one CTA alone. Kernels that overlap in a chain need the same.
     """
@@ -202,6 +202,14 @@ class MixedDecodeSchedule:
         """What decides the parts, as ``decode_work`` takes it."""
         heads = spec.kv_heads * spec.blocks
         return Cut(TILE, 1, None, heads, self.parts(spec), self.part // TILE)
+
+    def launched(self, spec: MixedDecodeSpec, batch: int, processors: int) -> int:
+        """CTAs of a launch.
+
+        One on each SM where two have little to share: then the next launch's first tiles come while this one ends.
+        """
+        parts = batch * spec.kv_heads * spec.blocks * self.parts(spec)
+        return processors * (1 if parts <= 2 * processors else self.ctas)
 
     @staticmethod
     def stage_bytes(spec: MixedDecodeSpec) -> int:

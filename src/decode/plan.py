@@ -16,7 +16,8 @@ import torch
 
 from epicute.decode.binding import Operands
 from epicute.decode.model import expected_microseconds
-from epicute.decode.schedule import BUCKETS, FewRowSchedule, bucket_of, clusters_of
+from epicute.decode.occupancy import resident_clusters
+from epicute.decode.schedule import BUCKETS, FewRowSchedule, bucket_of
 from epicute.decode.spec import FewRowKernel, WeightForm, kernel_for
 from epicute.epilogues.composition import Composition, check_operands, compose
 from epicute.epilogues.policy import Policy
@@ -157,7 +158,7 @@ class FewRowsPlan:
         self._form = WeightForm(*form, spec.scale_dtype)
         self._operands = Operands(spec.layout, problem.dtype, problem.depth, problem.gain)
         self._functions: dict[int, Any] = {}
-        self._devices: dict[int, int] = {}
+        self._devices: dict[int, dict[int, int]] = {}
         self._chosen: dict[int, int] = {}
         self._scaled = "weight_scale" in spec.resolved.kinds
         self._bound: dict[Any, Bound] = {}
@@ -276,10 +277,10 @@ class FewRowsPlan:
         require(m <= MOST_ROWS, "x", f"{m} rows", f"at most {MOST_ROWS}", "use epicute.gemm.plan")
         if m == 0 or x.device.type == "cpu":
             return Bound(m)
-        multiprocessors = self._device(x.device)
+        clusters = self._device(x.device)
         rows = self._chosen.get(m) or self._chosen.setdefault(m, self.rows_of(m))
         spec = self.kernels[rows].spec
-        found[3] = min(clusters_of(multiprocessors, spec.schedule.cluster), spec.problem.tiles)
+        found[3] = min(clusters[spec.schedule.cluster], spec.problem.tiles)
         address = 0 if gain is None else gain.data_ptr()
         return Bound(m, self._functions[rows], tuple(found), address)
 
@@ -302,8 +303,8 @@ class FewRowsPlan:
             self._ready[packed] = True
         return 0
 
-    def _device(self, device: torch.device) -> int:
-        """SMs of a device that has the code; loads it there at first."""
+    def _device(self, device: torch.device) -> dict[int, int]:
+        """Clusters that a device which has the code runs at once, by their CTAs; loads it there at first."""
         index = device.index
         found = self._devices.get(index)
         if found is not None:
@@ -336,7 +337,8 @@ class FewRowsPlan:
                 idle = [anchor.data_ptr()] * self.kernels[rows].spec.layout.count
                 idle[1:4] = (16, 0, 1)
                 function(anchor, (*idle, 0, 0))
-        self._devices[index] = int(properties.multi_processor_count)
+        sizes = {kernel.spec.schedule.cluster for kernel in self.kernels.values()}
+        self._devices[index] = {size: resident_clusters(index, size) for size in sizes}
         return self._devices[index]
 
     def _check_packed(self, packed: Any) -> None:

@@ -336,10 +336,11 @@ def room(target: Target, resident: int) -> int:
 
 
 def clusters_of(multiprocessors: int, cluster: int) -> int:
-    """Clusters that are sure to run at once: those of 4 and 8 stay within the 16 SMs that every GPC has."""
-    if cluster <= 2:
-        return max(multiprocessors // cluster, 1)
-    return max(multiprocessors // 16 * (16 // cluster), 1)
+    """Clusters that are sure to run at once. Those of 4 and 8 stay within a GPC and leave SMs of most idle: of an
+    eighth of the SMs nothing is expected (see ``occupancy``).
+    """
+    share = multiprocessors if cluster <= 2 else multiprocessors * 7 // 8
+    return max(share // cluster, 1)
 
 
 def bucket_of(rows: int) -> int:

@@ -45,6 +45,9 @@ CHUNKS = 4
 TOKENS = 16
 """Tokens of a chunk: the group in which V^T permutes them."""
 
+BLOCK = 16
+"""Channels of a scale."""
+
 ARGUMENTS = (
     *("keys", "keys_stride", "keys_head", "values", "values_stride", "values_head"),
     *("slots", "page_table", "table_stride", "table_rows", "table_columns"),

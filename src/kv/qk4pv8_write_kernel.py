@@ -29,9 +29,9 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from epicute.kv.qk4pv8_write import CHUNKS, ROWS, THREADS, TOKENS
 from epicute.kv.qk4pv8_write_arithmetic import in_terms
 from epicute.kv.qk4pv8_write_places import SIGNS, read, shared_view, store_if, view
-from epicute.kv.qk4pv8_write_units import COUNTERS, Units
+from epicute.kv.qk4pv8_write_units import COUNTERS, Units, forgotten
 from epicute.layouts.qk4pv8 import token_at
-from epicute.quant.dsl import add_count, asm, begin
+from epicute.quant.dsl import add_count, begin
 
 __all__ = ["CacheWriter"]
 
@@ -39,11 +39,6 @@ __all__ = ["CacheWriter"]
 PLAIN, USUAL, GROUPED = 5, 4, 3
 """Blocks of an SM, with neither ΔS nor counters nor a scale of keys, and with means by row: as many as shared memory
 and registers hold."""
-
-
-def forgotten(x: Any) -> Any:
-    """The same integer, of which nothing is computed ahead of its loop: that would have to be kept in registers."""
-    return asm("mov.b32 $0, $1;", "=r,r", Int32, x, effects=True)
 
 
 def digits(x: Any, *radices: int) -> list[Any]:
@@ -63,7 +58,7 @@ class CacheWriter(Units):
         """Of an SM at least."""
         if self.spec.grouped:
             return GROUPED
-        plain = not (self.spec.terms or self.spec.counted or self.spec.k_scaled)
+        plain = not (self.spec.counted or self.spec.k_scaled)
         return PLAIN if plain else USUAL
 
     @cute.jit
@@ -96,16 +91,19 @@ class CacheWriter(Units):
             shared_view(Int32, place, 1, 4)[0] = Int32(-1)
         cute.arch.sync_threads()
         chunks = self._map(arguments, shared, first, thread)
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.sync_threads()
         for wave in cutlass.range((chunks + (CHUNKS - 1)) // CHUNKS, unroll=1):
-            start = wave * CHUNKS
-            for i in cutlass.range(-(-self.units // THREADS), unroll=1):
-                unit = forgotten(thread) + i * THREADS
-                lane, word, chunk = digits(unit, self.lanes, 4)
-                if start + chunk < chunks:
-                    at = (start, chunk, word, lane)
-                    self._unit(arguments, shared, forgotten(first), forgotten(head), at, losses)
+            start, own = wave * CHUNKS, forgotten(thread)
+            if cutlass.const_expr(self.matrix):
+                self._stage(arguments, shared, forgotten(head), own)
+            cute.arch.cp_async_wait_group(1)
+            cute.arch.sync_threads()
+            mine = (start, own >> 5, own & 31)
+            if start + (own >> 5) < chunks:
+                self._keys(arguments, shared, forgotten(first), forgotten(head), mine, losses)
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+            if start + (own >> 5) < chunks:
+                self._values(arguments, shared, mine, losses)
             cute.arch.sync_threads()
             self._store_values(arguments, shared, forgotten(head), start, chunks, forgotten(thread))
             if cutlass.const_expr(self.spec.terms > 0):

@@ -12,7 +12,7 @@ from cutlass._mlir.dialects import llvm
 from epicute.kv.qk4pv8_write import ARGUMENTS, CHUNKS, ROWS, THREADS, TOKENS, WriteSpec
 from epicute.quant.dsl import Launched
 
-__all__ = ["SIGNS", "Places", "Shared", "read", "shared_view", "store_if", "view"]
+__all__ = ["SIGNS", "Places", "Shared", "read", "shared_view", "store_if", "store_words", "store_words_if", "view"]
 
 SIGNS = 0x80808080 - 2**32
 UNITS = {1: Int8, 2: Int16, 4: Int32}
@@ -47,6 +47,21 @@ def store_if(condition: Any, size: int, address: Any, value: Any) -> None:
 def _store_if(condition, cell, value) -> None:
     if condition:
         cell[0] = value
+
+
+def store_words(target: Any, words: list[Any]) -> None:
+    """Store words to so many, adjacent ones."""
+    whole = cute.make_rmem_tensor(len(words), Int32)
+    for i, word in enumerate(words):
+        whole[i] = word
+    cute.autovec_copy(whole, target)
+
+
+@cute.jit
+def store_words_if(condition, address, words) -> None:
+    """Store adjacent words, two or four."""
+    if condition:
+        store_words(view(Int32, address, len(words), 4 * len(words)), words)
 
 
 @cute.jit
@@ -85,15 +100,17 @@ class Places(Launched):
     def __init__(self, spec: WriteSpec) -> None:
         self.spec, self.page = spec, spec.page
         self.lanes = self.page.head_dim // 8
-        self.units = CHUNKS * 4 * self.lanes
         self.run = self.page.head_dim // 64
+        self.matrix = spec.terms > 0 and not spec.grouped
 
     def _allocate(self) -> Shared:
         """Shared memory of a block."""
+        values = self.page.head_dim * CHUNKS * TOKENS + self.lanes * 16
+        means = (2 * self.spec.group + 1) * self.page.head_dim * 4 * self.matrix
         sizes = {
             "keys": ROWS * self.page.head_dim * 2,
             "value_rows": ROWS * self.page.head_dim * 2,
-            "values": self.page.head_dim * CHUNKS * TOKENS + self.lanes * 16,
+            "values": max(values, means),
             "delta": 4 * self.spec.group * CHUNKS * TOKENS * (self.spec.terms > 0),
             "row_of": ROWS * TOKENS,
             "slots": 8 * ROWS,
@@ -103,7 +120,7 @@ class Places(Launched):
         found = []
         for size in sizes.values():
             layout = cute.make_layout(max(size, 16))
-            tensor = allocator.allocate_tensor(cutlass.Uint8, layout, 16)
+            tensor = allocator.allocate_tensor(cutlass.Uint8, layout, 64)
             found.append(Int32(tensor.iterator.toint()))
         return Shared(*found)
 
@@ -111,7 +128,7 @@ class Places(Launched):
 
     @cute.jit
     def _fetch(self, arguments, shared, first, head, thread) -> None:
-        """Set out to copy the block's keys and values to shared memory."""
+        """Set out to copy the block's keys to shared memory, then its values: two groups of copies."""
         row, lane = thread // self.lanes, thread % self.lanes
         step = THREADS // self.lanes
         for name, target in (("keys", shared.keys), ("values", shared.value_rows)):
@@ -120,9 +137,21 @@ class Places(Launched):
             stride = self.given(arguments, f"{name}_stride") * step
             for i in cutlass.range_constexpr(ROWS // step):
                 there = first + row + i * step < Int32(self.given(arguments, "rows"))
-                copy_if(there, target + (thread + i * THREADS) * 16, source)
+                place = (thread + i * THREADS) * 16
+                if cutlass.const_expr(name == "keys"):
+                    place = self._key_piece(row + i * step, lane)
+                copy_if(there, target + place, source)
                 source += stride
-        cute.arch.cp_async_commit_group()
+            cute.arch.cp_async_commit_group()
+
+    def _key_piece(self, row: Any, piece: Any) -> Any:
+        """Bytes in front of 16 bytes of a row of keys; of the first row where there is none.
+
+        Those of a block change places such that eight lanes, which read of four blocks of two rows, read from all
+        banks.
+        """
+        row = cutlass.max(row, 0)
+        return (row * self.lanes + (piece ^ (row & 1))) * 16
 
     # --- where rows go ---
 

@@ -144,6 +144,21 @@ class TestKernel:
             assert torch.equal(alone.out, batch.out[own])
             assert torch.equal(alone.lse, batch.lse[own])
 
+    @pytest.mark.parametrize(
+        "name", ["plain", "40:8, hi and lo, page 64", "64 channels, page 32, fast8"]
+    )
+    def test_kd_17_bits_do_not_depend_on_which_cta_has_which_parts(self, name: str) -> None:
+        """One that folds all of a head, stripes that begin or end within one, and a CTA for each part."""
+        case = CASES[name]
+        first = Batch.draw(case, [1300, 0, 700], 6)
+        launch(first, ctas=1)
+        check(first, kernel_of(case))
+        for ctas in (2, 5, 7, 40):
+            batch = Batch.draw(case, [1300, 0, 700], 6)
+            launch(batch, ctas=ctas, seed=ctas)
+            assert torch.equal(batch.out, first.out)
+            assert torch.equal(batch.lse, first.lse)
+
     @pytest.mark.parametrize("name", ["plain", "64 channels, page 32, fast8"])
     def test_shared_memory_is_read_behind_what_orders_it(self, name: str) -> None:
         batch = Batch.draw(CASES[name], [300, 5, 128], 7)
@@ -179,6 +194,17 @@ def test_schedules_fit(
         return
     assert schedule.shared_memory(spec) * schedule.ctas <= 226 * 1024
     assert spec.blocks * spec.columns >= spec.group > (spec.blocks - 1) * spec.columns
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "batch", "each"),
+    [(32, 8, 1, 1), (8, 1, 2, 1), (32, 8, 3, 2), (32, 8, 32, 2)],
+)
+def test_one_request_leaves_room_for_the_next_launch(
+    heads: int, kv_heads: int, batch: int, each: int
+) -> None:
+    spec = MixedDecodeSpec(heads, kv_heads, QK4PV8Page(128, 128), 1)
+    assert choose_mixed_decode(spec).launched(spec, batch, 132) == each * 132
 
 
 def test_kd_18_qk_10_what_no_kernel_serves_is_refused() -> None:

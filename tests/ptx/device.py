@@ -328,11 +328,18 @@ def claimed(x: torch.Tensor) -> Any:
 
 def _forget() -> None:
     """Drop what is kept by device in caches of the process."""
+    from epicute.decode import occupancy
     from epicute.gemm import linear
     from epicute.jit import target
     from epicute.quant import group
 
-    for cache in (target._of_device, group._plan_on, sys.modules[linear.__module__]._plan_for):
+    caches = (
+        target._of_device,
+        group._plan_on,
+        sys.modules[linear.__module__]._plan_for,
+        occupancy.resident_clusters,
+    )
+    for cache in caches:
         cache.cache_clear()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import torch
-from cutlass import Float32, Int16, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int16, Int32, Int64, cute
 
 from epicute.attention.decode_fragments import TileLayout, row_token
 from epicute.attention.decode_schedule import DecodeSchedule
@@ -24,6 +24,7 @@ from epicute.attention.sm90.decode_ptx import (
     shared_store,
     shift_right,
 )
+from epicute.attention.sm90.softmax import fma
 from epicute.epilogues.dsl import pack_words, pure_asm
 from epicute.kv.append_row import butterfly, unpack_halves
 from epicute.layouts.kv_int4 import SCALE_BYTES, ZERO_CODE, Int4Record, nibble_of_channel
@@ -32,6 +33,9 @@ from epicute.quant.dsl import magnitude, maximum, multiply
 __all__ = ["Operands", "fill_table", "operands_of", "query_place"]
 
 KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
+
+QUERY_UNIT = 15000.0
+"""Of a query between -2 and 2: 17/16 of its largest integer still has 16 bits."""
 
 EXPONENT, LARGEST, ONE = 0x7F800000, 0x7E800000, 0x3F800000
 """Of a float32: the bits of its exponent; 2^126; 1."""
@@ -44,14 +48,12 @@ class Operands:
         shift: probabilities are multiplied by 2^shift, so that few of them are lost in float16.
         slack: a column's reference stays until a logit is 2^slack above it.
         joint: slabs, each of a tile of its own, that a warp has in flight where it can.
-        key_zero: what the code of the value 0 is in a key's A operand, times what a query was lifted by; 0 where codes
-            are values.
-        value_zero: a word of values in the unit of tile 0 whose codes are of the value 0; None likewise.
+        codes: whether products with keys are of integers (``key_codes``).
+        value_zero: a word of values whose codes are of the value 0; None where codes are values.
         shared: whether queries stay in shared memory, where a CTA's warps have rotated them (``prepare``).
     """
 
-    shift, slack, joint, shared = 0, 8, 1, False
-    key_zero = 0.0
+    shift, slack, joint, shared, codes = 0, 8, 1, False, False
     value_zero: int | None = None
 
     def __init__(self, spec: DecodeSpec, schedule: DecodeSchedule, lane: Any) -> None:
@@ -59,10 +61,6 @@ class Operands:
         self.lane, self.g, self.t = lane, lane // 4, lane % 4
         self.steps = spec.head_dim // 16
         self.kind = self.value_kind = KINDS[spec.dtype]
-
-    def value_unit(self, tile: int) -> float:
-        """What outputs of a tile are multiplied by: one over its codes' unit."""
-        return 1.0
 
     def begin(self, stage: Any, slab: Any) -> None:
         """Set out on a slab of the tile at ``stage``."""
@@ -73,15 +71,18 @@ class Operands:
         raise NotImplementedError
 
     def prepare(self, address: Any, inside: Any, scale: Any, row: Any, levels: Any) -> None:
-        """A whole warp rotates a row of q, where queries are ``shared``, and leaves it in float16 at ``row``.
+        """A whole warp rotates a row of q, where queries are ``shared``, and leaves it at ``row``.
 
-        What products with codes of keys are multiplied by goes to ``levels``; where their sums begin, which is minus
-        the product with codes of zero, as many floats further as the CTA has columns.
+        What products with keys are multiplied by goes to ``levels``; where sums of codes begin, which is minus the
+        product with codes of zero, an int32, as many words further as the CTA has columns.
         """
         raise NotImplementedError
 
     def prepared(self, row: Any, step: int) -> list[list[Any]]:
-        """B operands of an even step and the next of this lane's column, whose row ``prepare`` left at ``row``."""
+        """B operands of an even step and the next of this lane's column, whose row ``prepare`` left at ``row``.
+
+        Of ``codes``: of step ``step // 2``, the upper plane's and the lower one's.
+        """
         raise NotImplementedError
 
     def _normalised(
@@ -228,17 +229,9 @@ class Fp8Operands(Operands):
 
 
 class Int4Operands(Operands):
-    """Records of nibbles, which a mask turns into float16: u at bit 0 of a half is u · 2^-24, at bit 4 u · 2^-20.
+    """Records of nibbles: where they lie, and queries of float16 that a CTA's warps rotate for each other."""
 
-    Such numbers are subnormal, and as exact as others. Queries make up for the unit of keys, ``value_unit`` for that of
-    values. The nibble of the value 0, 8, is taken out of sums: of logits where they begin (``key_zero``), of outputs at
-    the end of a piece, by a product of the same exponentials with nothing but eights (``value_zero``).
-    """
-
-    shift, slack, joint, shared = 12, 3, 2, True
-    key_zero = 8.0 * 2.0**-20
-    value_zero: int | None = 0x00080008
-    lift: float = 2.0**10
+    shift, slack, shared = 12, 3, True
 
     def __init__(self, spec: DecodeSpec, schedule: DecodeSchedule, lane: Any) -> None:
         super().__init__(spec, schedule, lane)
@@ -264,10 +257,10 @@ class Int4Operands(Operands):
         self.merged: list[list[Any]] = []
 
     def _keys(self, half: int) -> list[list[Any]]:
-        """Words of one half of the two tokens' runs: registers do not hold more of two slabs."""
-        if len(self.words) == half:
+        """Words of one half of the two tokens' runs."""
+        while len(self.words) <= half:
             count = self.run // 2
-            first = self.base + (self.key_place + half * (4 * count))
+            first = self.base + (self.key_place + len(self.words) * (4 * count))
             places = [first + row * self.spec.row_bytes for row in (0, 8)]
             self.words.append([shared_load(Int32, place, count) for place in places])
         return self.words[half]
@@ -276,18 +269,6 @@ class Int4Operands(Operands):
         """Words of the two tokens that have a step's channels."""
         half, word = divmod(step // 2, self.run // 2)
         return [row[word] for row in self._keys(half)]
-
-    def key(self, step: int) -> list[Any]:
-        words = [shift_right(w, 8 * (step % 2)) for w in self._key_words(step)]
-        return [w & mask for mask in (0x000F000F, 0x00F000F0) for w in words]
-
-    def value(self, tile: int, kept: list[Any] | None) -> list[Any]:
-        # Codes are finite whatever memory holds, and need no mask.
-        words = [shift_right(w, 8 * (tile % 4 // 2)) for w in self.merged[tile // 4]]
-        return [w & (0x00F000F0 if tile % 2 else 0x000F000F) for w in words]
-
-    def value_unit(self, tile: int) -> float:
-        return 2.0**20 if tile % 2 else 2.0**24
 
     def fetch(self) -> None:
         """Words of two tokens each, interleaved: of each word their low and high halves, and of the next two tokens."""
@@ -321,31 +302,23 @@ class Int4Operands(Operands):
     def value_scales(self) -> list[Any]:
         return self._scales(self.record.value_scale(0))
 
-    def prepare(self, address: Any, inside: Any, scale: Any, row: Any, levels: Any) -> None:
+    def _rotated(self, address: Any, inside: Any) -> list[Any]:
+        """This lane's channels of a row of q."""
         spec, lane = self.spec, self.lane
         count = spec.head_dim // 32
         width = count // 2
         words = load_words(address + Int64(lane * (2 * count)), width, 4 * width, width, inside)
-        lanes = butterfly(unpack_halves(words, spec.dtype), spec.rotation, lane, count)
-        lanes, power = self._normalised(lanes, (1, 2, 4, 8, 16), self.lift)
-        packed = pack_words(lanes, "f16")
-        origin = Float32(0.0)
-        if self.key_zero:
-            for x in unpack_halves(packed, torch.float16):
-                origin = origin - x
-            for distance in (1, 2, 4, 8, 16):
-                origin = origin + cute.arch.shuffle_sync_bfly(origin, distance)
-            packed = [self._lifted(word, lane * width + i) for i, word in enumerate(packed)]
-        self._put_query(row, lane * count, packed)
-        columns = self.schedule.columns(spec)
-        shared_store(Float32, levels, [power * scale * self.lift])
-        shared_store(Float32, levels + 4 * columns, [origin * self.key_zero])
+        return butterfly(unpack_halves(words, spec.dtype), spec.rotation, lane, count)
 
-    def _lifted(self, word: Any, number: Any) -> Any:
-        """A word of a rotated query, by 16 where its keys, at low depths, have a unit that is 16 times smaller."""
-        factor = Int32(cutlass.select_(number % 2 == 0, Int32(0x4C004C00), Int32(0x3C003C00)))
-        text = "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.f16x2 $0, $1, $2, z; }"
-        return pure_asm(text, "=r,r,r", Int32, word, factor)
+    def prepare(self, address: Any, inside: Any, scale: Any, row: Any, levels: Any) -> None:
+        lanes = self._rotated(address, inside)
+        lanes, power = self._normalised(lanes, (1, 2, 4, 8, 16))
+        self._put_query(row, self.lane * len(lanes), pack_words(lanes, "f16"))
+        self._put_levels(levels, power * scale, Int32(0))
+
+    def _put_levels(self, levels: Any, factor: Any, origin: Any) -> None:
+        shared_store(Float32, levels, [factor])
+        shared_store(Int32, levels + 4 * self.schedule.columns(self.spec), [origin])
 
     def _put_query(self, row: Any, channel: Any, words: list[Any]) -> None:
         """Store adjacent channels from ``channel`` on."""
@@ -355,6 +328,99 @@ class Int4Operands(Operands):
         start = query_place(self.t * (self.spec.head_dim // 4), self.spec.head_dim)
         words = shared_load(Int32, row + start + 8 * step, 4)
         return [words[:2], words[2:]]
+
+
+class CodeOperands(Int4Operands):
+    """Records of nibbles that are hardly unpacked: two channels that share a byte, 16h + l, are taken together.
+
+        keys      bytes as they are, and their low nibbles, are unsigned 8-bit operands of integer products, which are
+                  exact. h · a + l · b = (16h + l) · a/16 + l · (b - a/16): a query has a factor of bytes and one of low
+                  nibbles, of 16 bits each, in two planes of signed bytes
+        values    bytes and low nibbles are float16 by a mask: u at bit 0 of a half is u · 2^-24, subnormal, and as
+                  exact as others. Outputs of h are what is left of those of bytes, at the end of a piece
+
+    The nibble of the value 0, 8, is taken out of sums: of logits where they begin, of outputs at the end of a piece, by
+    a product of the same exponentials with nothing but eights (``value_zero``).
+    """
+
+    joint, codes = 2, True
+    value_zero: int | None = 0x00080008
+
+    def key_codes(self, step: int) -> list[Any]:
+        """The A operand of step ``step`` of low nibbles; of the same channels' bytes, as many steps further."""
+        low, half = divmod(step, self.run // 2)
+        words = [row[w] for w in range(2) for row in self._key_pairs(half)]
+        return words if low else [w & 0x0F0F0F0F for w in words]
+
+    def _key_pairs(self, half: int) -> list[list[Any]]:
+        """Two words of each of the two tokens."""
+        if self.run == 2:
+            return [a + b for a, b in zip(self._keys(0), self._keys(1), strict=True)]
+        return self._keys(half)
+
+    def value(self, tile: int, kept: list[Any] | None) -> list[Any]:
+        # Codes are finite whatever memory holds, and need no mask.
+        words = self.merged[tile // 4]
+        if tile % 4 > 1:
+            words = [permute_bytes(w, Int32(0), 0x4341) for w in words]
+        if tile % 4 != 3:
+            words = [w & (0x00FF00FF if tile % 2 else 0x000F000F) for w in words]
+        return words
+
+    def prepare(self, address: Any, inside: Any, scale: Any, row: Any, levels: Any) -> None:
+        lanes = self._rotated(address, inside)
+        infinite = Boolean(False)
+        for x in lanes:
+            infinite = infinite | (magnitude(x, -1.0) < 0.0)
+        lanes, power = self._normalised(lanes, (1, 2, 4, 8, 16), QUERY_UNIT)
+        # Integers have no NaN.
+        spoiled = cute.arch.vote_any_sync(Boolean(infinite))
+        power = Float32(cutlass.select_(spoiled, Float32(float("nan")), power))
+        four, last = lanes, Boolean(True)
+        if len(lanes) == 2:
+            # Neighbours have the two halves of a byte's channels; either makes all.
+            other = [cute.arch.shuffle_sync_bfly(x, 1) for x in lanes]
+            last = Boolean(self.lane % 2 == 1)
+            both = [(x, y) for x, y in zip(lanes, other, strict=True)]
+            four = [Float32(cutlass.select_(last, y, x)) for x, y in both]
+            four += [Float32(cutlass.select_(last, x, y)) for x, y in both]
+        high = [_rounded(x) for x in four[2:]]
+        low = [_rounded(fma(h.to(Float32), -1.0 / 16.0, x)) for x, h in zip(four, high, strict=False)]
+        origin = (high[0] + high[1]) * 136 + (low[0] + low[1]) * 128
+        origin = Int32(cutlass.select_(last, origin, Int32(0)))
+        origin = cute.arch.warp_redux_sync(origin, "add")
+        self._put_planes(row, low, high)
+        self._put_levels(levels, power * scale * (1.0 / (16.0 * QUERY_UNIT)), -origin)
+
+    def _put_planes(self, row: Any, low: list[Any], high: list[Any]) -> None:
+        """Store factors of two bytes: those of a word are in lanes beside each other."""
+        distance = 4 // self.run
+        place = self.lane // distance
+        word, second = place // 2, place % 2
+        words = []
+        for pair in (low, high):
+            upper = [x + 128 >> 8 for x in pair]
+            for plane in (upper, pair):
+                some = plane[0] & 0xFF | (plane[1] & 0xFF) << 16
+                some = some << 8 * second
+                words.append(some | cute.arch.shuffle_sync_bfly(some, distance))
+        t, w = word // self.run, word % self.run
+        start = row + query_place(t * (self.spec.head_dim // 4), self.spec.head_dim)
+        first = start + (w // 2 * 16 + w % 2 * 4)
+        _store_planes(first, words, 8 * self.run, Boolean(self.lane % (2 * distance) == 0))
+
+
+@cute.jit
+def _store_planes(first: Int32, words: list, further: cutlass.Constexpr, condition: Boolean) -> None:
+    """Two planes of low nibbles' factors, and ``further`` of bytes'."""
+    if condition:
+        for i in cutlass.range_constexpr(4):
+            shared_store(Int32, first + (i // 2 * further + i % 2 * 8), [words[i]])
+
+
+def _rounded(x: Any) -> Any:
+    """The nearest integer."""
+    return pure_asm("cvt.rni.s32.f32 $0, $1;", "=r,f", Int32, x)
 
 
 def query_place(channel: Any, head_dim: int) -> Any:
@@ -397,8 +463,6 @@ class TableOperands(Int4Operands):
     A byte is two channels of one token: for values, words of two tokens are joined by channel.
     """
 
-    joint, key_zero, value_zero, lift = 1, 0.0, None, 1.0
-
     def __init__(self, spec: DecodeSpec, schedule: DecodeSchedule, lane: Any, table: Any) -> None:
         super().__init__(spec, schedule, lane)
         self.table = table
@@ -421,9 +485,6 @@ class TableOperands(Int4Operands):
 
     def fetch(self) -> None:
         self.merged = self._value_words()
-
-    def value_unit(self, tile: int) -> float:
-        return 1.0
 
     def _put_query(self, row: Any, channel: Any, words: list[Any]) -> None:
         for i, word in enumerate(words):
@@ -453,5 +514,5 @@ def operands_of(spec: DecodeSpec, schedule: DecodeSchedule, lane: Any, table: An
     if schedule.tabled:
         return TableOperands(spec, schedule, lane, table)
     if spec.packed:
-        return Int4Operands(spec, schedule, lane)
+        return CodeOperands(spec, schedule, lane)
     return (Fp8Operands if spec.cache == "fp8" else HalfOperands)(spec, schedule, lane)

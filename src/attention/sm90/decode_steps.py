@@ -29,7 +29,7 @@ from epicute.attention.decode_schedule import DecodeSchedule
 from epicute.attention.decode_spec import DecodeSpec
 from epicute.attention.sm90.decode_append import Appender
 from epicute.attention.sm90.decode_operands import Operands, operands_of
-from epicute.attention.sm90.decode_ptx import multiply, shared_load, turn_matrix
+from epicute.attention.sm90.decode_ptx import multiply, multiply_codes, shared_load, turn_matrix
 from epicute.attention.sm90.softmax import LOG2_E, exp2, fma, maximum
 from epicute.epilogues.dsl import opaque, pack_words, pure_asm
 
@@ -43,6 +43,10 @@ LEAST_SCALE = 2.0**-96
 token of none still counts in it beside others."""
 
 
+UNSEEN = -(2.0**-30)
+"""A bias that is no whole number, and too small to be seen in a logit that is rounded up."""
+
+
 class DecodeSteps:
     """A thread's fragments and the steps over them; one object for all pieces.
 
@@ -50,7 +54,8 @@ class DecodeSteps:
         out: accumulators of Oᵀ, for each eight columns and sixteen channels four, and behind them four of the product
             with codes of zero, where codes have one (``Operands.zero``).
         bias: of the lane's columns, what is added to logits: minus the reference, a whole number, plus ``shift``.
-        limit: above which a biased logit moves the reference; -inf where nothing was seen.
+            ``UNSEEN`` where nothing was seen.
+        limit: above which a biased logit of any column may move its reference; -inf until all have seen something.
         maximum, total: of the lane's columns, in powers of two; ``total`` of its own tokens alone. ``maximum`` is the
             reference, and there behind the last tile (``settle``).
         joint: tiles of which a sixteen each is multiplied at once.
@@ -83,9 +88,10 @@ class DecodeSteps:
         self.out = cute.make_rmem_tensor(self.columns * self.tiles * 4, Float32)
         if not self.operands.shared:
             self.query = cute.make_rmem_tensor(self.columns * self.steps * 2, Int32)
-        self.factor, self.maximum, self.total, self.correction, self.bias, self.limit = (
-            cute.make_rmem_tensor(2 * self.columns, Float32) for _ in range(6)
+        self.factor, self.maximum, self.total, self.correction, self.bias = (
+            cute.make_rmem_tensor(2 * self.columns, Float32) for _ in range(5)
         )
+        self.limit = cute.make_rmem_tensor(1, Float32)
         if spec.append:
             self.appender = Appender(spec, schedule, shared["append"], lane)
 
@@ -104,7 +110,7 @@ class DecodeSteps:
         if spec.append:
             Appender.prepare(self.appender, self)
         self.maximum.fill(-Float32.inf)
-        self.bias.fill(0.0)
+        self.bias.fill(UNSEEN)
         self.limit.fill(-Float32.inf)
         self.total.fill(0.0)
         self.out.fill(0.0)
@@ -166,11 +172,9 @@ class DecodeSteps:
         return [[self.factor[2 * j + e] for e in range(2)] for j in range(self.columns)]
 
     def _origins(self) -> list[list[Any]]:
-        """Where sums of these products begin, likewise."""
-        if not self.operands.shared:
-            return [[Float32(0.0)] * 2 for _ in range(self.columns)]
+        """Where sums of codes begin, likewise."""
         first = self.levels + self.schedule.columns(self.spec) * 4
-        return [shared_load(Float32, first + 32 * j, 2) for j in range(self.columns)]
+        return [shared_load(Int32, first + 32 * j, 2) for j in range(self.columns)]
 
     @cute.jit
     def _prepare(self, scale, rows, levels) -> None:
@@ -241,8 +245,7 @@ class DecodeSteps:
             parts[-1].begin(stage, slab)
         seen = self._place(token) if masked else None
         products = self._products(parts)
-        # Values of the first part are loaded during the softmax; registers do not hold more.
-        parts[0].fetch()
+
         factors = self._factors()
         scales = [self._value_scales(part, seen) for part in parts]
         logits = [
@@ -254,16 +257,16 @@ class DecodeSteps:
                 self._mask(lanes)
         logits = self._soften(logits, scales)
         for n, lanes in enumerate(logits):
-            if n + 1 < len(parts):
-                parts[n + 1].fetch()
+            parts[n].fetch()
             self._weigh(parts[n], lanes, seen)
 
     def _products(self, parts: list[Operands]) -> list[list[list[Any]]]:
-        """For each part and each eight columns four sums of products of codes."""
+        """For each part and each eight columns four sums of products."""
+        if self.operands.codes:
+            return self._products_of_codes(parts)
         chains = 2 if self.columns * len(parts) == 1 else 1
         zeros = [Float32(0.0)] * 4
-        origins = self._origins()
-        sums = [[[[*pair, *pair], zeros][:chains] for pair in origins] for _ in parts]
+        sums = [[[zeros] * chains for _ in range(self.columns)] for _ in parts]
         for first in range(0, self.steps, 2):
             for s, queries in enumerate(self._queries(first), first):
                 for part, mine in zip(parts, sums, strict=True):
@@ -273,6 +276,35 @@ class DecodeSteps:
         if chains == 1:
             return [[one[0] for one in mine] for mine in sums]
         return [[[x + y for x, y in zip(*one, strict=True)] for one in mine] for mine in sums]
+
+    def _products_of_codes(self, parts: list[Any]) -> list[list[list[Any]]]:
+        """The same of integers: a chain for each plane of the query."""
+        zeros, half = [Int32(0)] * 4, self.steps // 4
+        sums = [[[zeros, zeros] for _ in range(self.columns)] for _ in parts]
+        further = 8 * self.schedule.query_pitch(self.spec)
+        rows = self.queries
+        for n, (part, mine) in enumerate(zip(parts, sums, strict=True)):
+            if n:
+                # Nothing of the next part is loaded before this, or registers do not hold it.
+                cute.arch.sync_warp()
+            for step in range(2 * half):
+                if step == half:
+                    self._join_codes(mine)
+                a = part.key_codes(step)
+                for j, one in enumerate(mine):
+                    planes = self.operands.prepared(rows + j * further, 2 * step)
+                    for plane, b in enumerate(planes):
+                        one[plane] = multiply_codes(a, b, one[plane])
+        return [
+            [[(x * 256 + y).to(Float32) for x, y in zip(*one, strict=True)] for one in mine]
+            for mine in sums
+        ]
+
+    def _join_codes(self, sums: list[list[Any]]) -> None:
+        """Low nibbles' products in the unit of bytes' and with their origin."""
+        for one, pair in zip(sums, self._origins(), strict=True):
+            one[0] = [x * 16 for x in one[0]]
+            one[1] = [x * 16 + y for x, y in zip(one[1], [*pair, *pair], strict=True)]
 
     def _value_scales(self, part: Operands, seen: list[Any] | None) -> list[Any] | None:
         """Logarithms and inverses of the scales of values in rows g and g + 8; None where there are none."""
@@ -377,7 +409,7 @@ class DecodeSteps:
                     x = lanes[c // 2][i]
                     heights[n * size + c // 2 * 4 + i] = x
                     best = x if best is None else maximum(best, x)
-            above = above | (best > self.limit[c])
+            above = above | (best > self.limit[0])
         DecodeSteps._follow(self, heights, Boolean(above))
         found = []
         for n, values in enumerate(scales):
@@ -424,19 +456,19 @@ class DecodeSteps:
         """Maxima, and outputs of codes turned into such of values."""
         shift, operands = float(self.operands.shift), self.operands
         for c in range(2 * self.columns):
-            nothing = self.limit[c] == -Float32.inf
+            nothing = self.bias[c] == Float32(UNSEEN)
             reference = shift - self.bias[c]
             self.maximum[c] = Float32(cutlass.select_(nothing, -Float32.inf, reference))
         if operands.value_zero is None:
             return
         for j in range(self.columns):
             first = j * self.tiles * 4
-            zeros = [
-                self.out[first + self.steps * 4 + e] * -operands.value_unit(0) for e in range(2)
-            ]
-            for i in range(4 * self.steps):
-                unit = operands.value_unit(i // 4)
-                self.out[first + i] = fma(self.out[first + i], unit, zeros[i % 2])
+            zeros = [self.out[first + self.steps * 4 + e] * -(2.0**24) for e in range(2)]
+            for low in range(first, first + 4 * self.steps, 8):
+                for i in range(low, low + 4):
+                    # Of bytes, 16h + l, and of their low nibbles: both in the same unit.
+                    self.out[i + 4] = fma(self.out[i + 4] - self.out[i], 2.0**20, zeros[i % 2])
+                    self.out[i] = fma(self.out[i], 2.0**24, zeros[i % 2])
 
 
 def scale_columns(out: Any, correction: Any) -> None:
@@ -452,20 +484,23 @@ def move_references(heights: Any, state: Any, out: Any, levels: tuple[int, int])
     ``levels``: shift and slack. A column decides for itself alone.
     """
     bias, limit, total, correction = state
-    columns = cute.size(bias)
+    columns, highest = cute.size(bias), float(sum(levels))
+    some = Float32(highest)
     for c in range(columns):
         best = column_maximum(heights, c, columns)
-        follows = best > limit[c]
+        # Where nothing was seen, sums are 0, and the way to the first reference has no bound.
+        fresh = bias[c] == Float32(UNSEEN)
+        follows = best > Float32(cutlass.select_(fresh, -Float32.inf, Float32(highest)))
         up = pure_asm("cvt.rpi.f32.f32 $0, $1;", "=f,f", Float32, best)
         move = Float32(cutlass.select_(follows, float(levels[0]) - up, Float32(0.0)))
-        # Where nothing was seen, sums are 0, and the way to the first reference has no bound.
-        fresh = limit[c] == -Float32.inf
         correction[c] = Float32(cutlass.select_(fresh, Float32(1.0), exp2(move)))
-        limit[c] = Float32(cutlass.select_(follows, Float32(float(sum(levels))), limit[c]))
-        bias[c] = bias[c] + move
+        first = Float32(cutlass.select_(follows, move, bias[c]))
+        bias[c] = Float32(cutlass.select_(fresh, first, bias[c] + move))
+        some = Float32(cutlass.select_(bias[c] == Float32(UNSEEN), -Float32.inf, some))
         total[c] = total[c] * correction[c]
         for place in places_of(heights, c, columns):
             heights[place] = heights[place] + move
+    limit[0] = some
     scale_columns(out, correction)
 
 

@@ -17,7 +17,8 @@ turn of the ring before, the other warpgroup's, is still on its way to the stage
 are stages. Of two turns before all have come: whoever waits for a tile knows that the one a turn before it was begun,
 and that is begun in a stage whose last tile has been read.
 
-The kernel lets the next one start at once, and waits for the one in front before it reads what that may write.
+The kernel lets the next one start at once, and waits for the one in front before it reads what that may write. Where
+there is about a part for each SM, one CTA on each leaves room for the next launch's, whose first tiles come meanwhile.
 """
 
 from __future__ import annotations
@@ -112,14 +113,12 @@ class HopperMixedDecode:
             self._set_up(barriers, thread)
         cute.arch.sync_threads()
         if warp < 4 * GROUPS:
-            cute.arch.griddepcontrol_wait()
             self._consume(products, shared, barriers, arguments, thread)
         elif warp == 4 * GROUPS:
             if cutlass.const_expr(not self.spec.prefetch):
                 cute.arch.griddepcontrol_wait()
             self._produce(atom, values, shared, barriers, arguments, block, thread % 32)
         else:
-            cute.arch.griddepcontrol_wait()
             scribe = Scribe(self.spec, self.layout, shared, barriers)
             scribe.run(arguments, thread % 32)
 
@@ -165,6 +164,7 @@ class HopperMixedDecode:
         meeting.open()
         ring, mail = Int32(0), Int32(0)
         part = self._take(shared, barriers, mail, thread)
+        cute.arch.griddepcontrol_wait()
         while part.valid != 0:
             slot, turn = mail % 2, mail // 2 % 2
             cute.arch.mbarrier_wait(barriers.q_full + slot, turn)

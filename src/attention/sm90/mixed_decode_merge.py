@@ -2,9 +2,13 @@
 
 second warpgroup   leaves its outputs and sums in shared memory, and goes on
 first warpgroup    adds its own; a warp then takes whole columns, a lane adjacent channels
-one part           is the output
-several            go to the workspace; who has no further part of the head says how many it has left there, and
-                   whoever comes last to a head adds them from the first one on
+first parts        of a head, up to all of them, are folded in shared memory, one after the other; all are the output
+others             go to the workspace, and so does what is folded, in the place of its last part; who has no further
+                   part of the head says how many it has left there, and both warpgroups of whoever comes last to a
+                   head fold them from the first one on
+
+Folding is m' = max(m, m_p), O' = O · 2^(m - m') + O_p · 2^(m_p - m'), from -inf and 0 on: the same operations wherever
+they take place, so that bits do not depend on which parts a CTA has.
 """
 
 from __future__ import annotations
@@ -34,8 +38,9 @@ __all__ = ["Meeting"]
 MANY, FEW = 16, 8
 """Parts whose outputs a merge has in registers, or on their way there, as there is room. They divide 32."""
 
-THERE, FREE = 3, 4
-"""Named barriers of both warpgroups: the second one's outputs are there; have been read."""
+THERE, FREE, LAST = 3, 4, 5
+"""Named barriers of both warpgroups: the second one's outputs are there; have been read; whether a head is to be merged
+is known."""
 
 
 class Meeting:
@@ -52,9 +57,14 @@ class Meeting:
         self.spec, self.schedule, self.layout = spec, schedule, layout
         self.shared, self.tiles = shared, tiles
         self.width = spec.page.head_dim // 32
-        tight = schedule.ctas > 1 and self.width > 2 and (spec.terms > 0 or spec.lse)
+        self.own = min(spec.group, spec.columns)
+        self.turns = -(-self.own // 4)
+        # Of a merge: warps of a column, channels of a lane, columns of a warp.
+        self.shares = 2 if self.own <= 4 and self.width > 2 else 1
+        self.share = self.width // self.shares
+        self.rounds = -(-self.own * self.shares // 8)
+        tight = schedule.ctas > 1 and self.share > 2
         self.ahead = FEW if tight else MANY
-        self.turns = -(-min(spec.group, spec.columns) // 4)
         self.lift = tiles.lift
 
     @cute.jit
@@ -67,6 +77,7 @@ class Meeting:
     def run(self, part, arguments) -> None:
         """End a part."""
         Meeting._add_lanes(self)
+        merges = (part.arrivals > 0) & (part.arrivals < part.pieces)
         if self.tiles.number == 1:
             cute.arch.barrier(barrier_id=FREE, number_of_threads=256)
             Meeting._leave_all(self)
@@ -77,7 +88,11 @@ class Meeting:
             Meeting._join_all(self)
             Meeting._barrier(self)
             Meeting._rows(self, part, arguments)
+            if merges:
+                Meeting._arrive(self, part, arguments)
             cute.arch.barrier_arrive(barrier_id=FREE, number_of_threads=256)
+        if merges:
+            Meeting._end(self, part, arguments)
 
     def _add_lanes(self) -> None:
         """Sums of the thread's columns over the warp's tokens."""
@@ -87,21 +102,36 @@ class Meeting:
                 other = cute.arch.shuffle_sync_bfly(tiles.total[i], distance)
                 tiles.total[i] = tiles.total[i] + other
 
+    @cute.jit
     def _leave_all(self) -> None:
         """The second warpgroup's sums and outputs."""
         self._leave_sums()
-        for e in range(cute.size(self.tiles.out)):
+        for i in cutlass.range_constexpr(self.tiles.count):
+            if self.tiles.column(i) < self.own:
+                self._leave_column(i)
+
+    def _leave_column(self, i: int) -> None:
+        for e in self._elements(i):
             shared_view(Float32, self._cell(e))[0] = self.tiles.out[e]
 
+    @cute.jit
     def _join_all(self) -> None:
         """Outputs of both."""
-        tiles = self.tiles
-        for i in range(tiles.count):
-            _, weights, _ = self._joined(tiles.column(i))
-            for e in range(cute.size(tiles.out)):
-                if e % (4 * tiles.eights) // 4 * 2 + e % 2 == i:
-                    cell = shared_view(Float32, self._cell(e))
-                    cell[0] = fma(cell[0], weights[1], tiles.out[e] * weights[0])
+        for i in cutlass.range_constexpr(self.tiles.count):
+            if self.tiles.column(i) < self.own:
+                self._join_column(i)
+
+    def _join_column(self, i: int) -> None:
+        _, weights, _ = self._joined(self.tiles.column(i))
+        for e in self._elements(i):
+            cell = shared_view(Float32, self._cell(e))
+            cell[0] = fma(cell[0], weights[1], self.tiles.out[e] * weights[0])
+
+    def _elements(self, i: int) -> list[int]:
+        """Accumulators of the thread's ``i``-th column."""
+        each = 4 * self.tiles.eights
+        count = cute.size(self.tiles.out)
+        return [e for e in range(count) if e % each // 4 * 2 + e % 2 == i]
 
     def _barrier(self) -> None:
         """Of the first warpgroup."""
@@ -147,58 +177,82 @@ class Meeting:
 
     @cute.jit
     def _rows(self, part, arguments) -> None:
-        """The part's columns, by whole warps: to the output, or to the workspace."""
+        """The part's columns, by whole warps."""
         first = part.head % self.spec.blocks * self.spec.columns
         for i in cutlass.range_constexpr(self.turns):
             column = 4 * i + self.tiles.warp
             if first + column < self.spec.group:
                 Meeting._row(self, part, column, first, arguments)
-        if (part.pieces > 1) & (part.arrivals > 0):
-            last = Meeting._arrive(self, part, arguments)
-            if last != 0:
-                for i in cutlass.range_constexpr(self.turns):
-                    own = 4 * i + self.tiles.warp
-                    if first + own < self.spec.group:
-                        Meeting._merge(self, part, own, first, arguments)
 
     @cute.jit
     def _row(self, part, column, first, arguments) -> None:
+        """To the output, to what is folded, or to the workspace."""
         best, _, total = Meeting._joined(self, column)
-        place = self.shared.out + column * (4 * self.layout.pitch)
-        place += self.tiles.lane * (4 * self.width)
-        values = load_from(shared_view(Float32, place, self.width))
-        if part.pieces == 1:
-            Meeting._finish(self, part, first + column, values, (best, total), arguments)
+        offset = column * (4 * self.layout.pitch)
+        mine = self.tiles.lane * (4 * self.width)
+        values = load_from(shared_view(Float32, self.shared.out + offset + mine, self.width))
+        held = cute.make_rmem_tensor(self.width + 2, Float32)
+        if part.folds != 0:
+            folded = shared_view(Float32, self.shared.folded + offset + mine, self.width)
+            place = self.shared.folded + offset + 4 * self.spec.page.head_dim
+            sums = shared_view(Float32, place, 2)
+            _nothing(held)
+            if part.first > 0:
+                _gather(folded, sums, held)
+                cute.arch.sync_warp()
+            before = held[self.width]
+            most = maximum(before, best)
+            weights = _weights(before, best, most)
+            for k in cutlass.range_constexpr(self.width):
+                held[k] = _fold(held[k], values[k], weights)
+            held[self.width] = most
+            held[self.width + 1] = _fold(held[self.width + 1], total, weights)
+            if part.arrivals == part.pieces:
+                Meeting._finish(self, part, first + column, held, self.tiles.lane, arguments)
+            elif part.arrivals == 0:
+                _scatter(held, folded, sums, Boolean(self.tiles.lane == 0))
+            else:
+                Meeting._leave(self, part, column, held, arguments)
+                Meeting._blank(self, part, column, arguments)
         else:
-            Meeting._leave(self, part, column, values, (best, total), arguments)
+            for k in cutlass.range_constexpr(self.width):
+                held[k] = values[k]
+            held[self.width], held[self.width + 1] = best, total
+            Meeting._leave(self, part, column, held, arguments)
 
     def _stats(self, slot: Any, column: Any, arguments: Any) -> Any:
         place = Int64(slot) * self.spec.columns + Int64(column)
         return arguments[at("stats")] + place * 8
 
-    def _partial(self, slot: Any, column: Any, arguments: Any) -> Any:
+    def _partial(self, slot: Any, column: Any, channel: Any, arguments: Any) -> Any:
         place = Int64(slot) * self.spec.columns + Int64(column)
-        place = place * self.spec.page.head_dim + Int64(self.tiles.lane * self.width)
+        place = place * self.spec.page.head_dim + Int64(channel)
         return arguments[at("partials")] + place * 4
 
-    def _leave(self, part: Any, column: Any, values: Any, sums: Any, arguments: Any) -> None:
-        """A column of a part to the workspace."""
-        found = cute.make_rmem_tensor(self.width, Float32)
-        for i, x in enumerate(values):
-            found[i] = x
-        target = self._partial(part.slot, column, arguments)
-        cute.autovec_copy(found, global_view(Float32, target, self.width))
+    def _leave(self, part: Any, column: Any, held: Any, arguments: Any) -> None:
+        """A column of a part, or of what is folded, to the workspace."""
+        lane = self.tiles.lane
+        target = self._partial(part.slot, column, lane * self.width, arguments)
+        source = cute.make_tensor(held.iterator, cute.make_layout(self.width))
+        cute.autovec_copy(source, global_view(Float32, target, self.width))
         pair = cute.make_rmem_tensor(2, Float32)
-        pair[0], pair[1] = sums
-        _copy_if(
-            pair,
-            global_view(Float32, self._stats(part.slot, column, arguments), 2),
-            Boolean(self.tiles.lane == 0),
-        )
+        pair[0], pair[1] = held[self.width], held[self.width + 1]
+        target = global_view(Float32, self._stats(part.slot, column, arguments), 2)
+        _copy_if(pair, target, Boolean(lane == 0))
 
     @cute.jit
-    def _arrive(self, part, arguments) -> Int32:
-        """Whether all parts of the head are there: 1 in the warpgroup that is last."""
+    def _blank(self, part, column, arguments) -> None:
+        """Say of the parts before that they are in this one."""
+        pair = cute.make_rmem_tensor(2, Float32)
+        pair[0], pair[1] = Float32(-Float32.inf), Float32(0.0)
+        for start in cutlass.range(part.origin, part.slot, 32, unroll=1):
+            slot = start + self.tiles.lane
+            target = global_view(Float32, self._stats(slot, column, arguments), 2)
+            _copy_if(pair, target, Boolean(slot < part.slot))
+
+    @cute.jit
+    def _arrive(self, part, arguments) -> None:
+        """Say in ``flag`` whether all parts of the head are there."""
         # All have stored before the barrier; what one thread then releases and acquires, it does for all.
         Meeting._barrier(self)
         heads = self.spec.kv_heads * self.spec.blocks
@@ -212,47 +266,54 @@ class Meeting:
         flag = shared_view(Int32, self.shared.flag)
         parts = (part.arrivals, part.pieces)
         _count(counter, flag, parts, Boolean(self.tiles.thread == 0))
-        Meeting._barrier(self)
-        return shared_view(Int32, self.shared.flag)[0]
 
     @cute.jit
-    def _merge(self, part, column, first, arguments) -> None:
-        """Add a column's parts, the first one first. ``ahead`` of them are on their way at any time."""
-        lane, width, ahead = self.tiles.lane, self.width, self.ahead
+    def _end(self, part, arguments) -> None:
+        """Merge a head whose parts are all there, in both warpgroups."""
+        cute.arch.barrier(barrier_id=LAST, number_of_threads=256)
+        if shared_view(Int32, self.shared.flag)[0] != 0:
+            first = part.head % self.spec.blocks * self.spec.columns
+            for i in cutlass.range_constexpr(self.rounds):
+                number = 8 * i + 4 * self.tiles.number + self.tiles.warp
+                column, share = number // self.shares, number % self.shares
+                if (column < self.own) & (first + column < self.spec.group):
+                    Meeting._merge(self, part, column, share, first, arguments)
+
+    @cute.jit
+    def _merge(self, part, column, share, first, arguments) -> None:
+        """Fold a column's parts, the first one first. ``ahead`` of them are on their way at any time."""
+        lane, width, ahead = self.tiles.lane, self.share, self.ahead
+        place = share * 32 + lane
         step = self.spec.columns * self.spec.page.head_dim * 4
-        base = self._partial(part.origin, column, arguments)
-        held = cute.make_rmem_tensor(ahead * width, Float32)
-        held.fill(0.0)
+        base = self._partial(part.origin, column, place * width, arguments)
+        fetched = cute.make_rmem_tensor(ahead * width, Float32)
+        fetched.fill(0.0)
         for i in cutlass.range_constexpr(ahead):
-            self._fetch(base + i * step, held, i, i < part.pieces)
+            self._fetch(base + i * step, fetched, i, i < part.pieces)
         pair = cute.make_rmem_tensor(2, Float32)
         self._pair(part, lane, column, pair, arguments)
-        most = Meeting._most(self, part, column, pair, arguments)
-        zero = Float32(cutlass.select_(most == -Float32.inf, Float32(0.0), most))
-        sums = cute.make_rmem_tensor(width + 1, Float32)
-        sums.fill(0.0)
-        # The column's own row, which this warp alone has read, holds 32 parts' weights, then their sums.
-        place = self.shared.out + column * (4 * self.layout.pitch)
+        # Of 32 parts: a lane has the weights of one, and of what is before it.
+        weights = cute.make_rmem_tensor(2, Float32)
+        weights.fill(0.0)
+        held = cute.make_rmem_tensor(width + 2, Float32)
+        _nothing(held)
         for start in cutlass.range(0, part.pieces, ahead, unroll=1):
             # One address for all, not one for each of the loads.
             base = asm("mov.b64 $0, $1;", "=l,l", Int64, base + ahead * step, effects=True)
             if start & 31 == 0:
                 if start > 0:
                     self._pair(part, start + lane, column, pair, arguments)
-                cute.arch.sync_warp()
-                shared_view(Float32, place + lane * 4)[0] = exp2(pair[0] - zero)
-                shared_view(Float32, place + 128 + lane * 4)[0] = pair[1]
-                cute.arch.sync_warp()
-            for both in cutlass.range_constexpr(ahead // 2):
-                row = place + (start & 31) * 4 + both * 8
-                weights = load_from(shared_view(Float32, row, 2))
-                totals = load_from(shared_view(Float32, row + 128, 2))
-                for j in cutlass.range_constexpr(2):
-                    i, number = 2 * both + j, start + 2 * both + j
-                    self._add(sums, held, i, (weights[j], totals[j]), number < part.pieces)
-                    self._fetch(base + i * step, held, i, number + ahead < part.pieces)
-        found = [sums[k] for k in range(width)]
-        Meeting._finish(self, part, first + column, found, (most, sums[width]), arguments)
+                held[width] = self._scan(pair[0], held[width], weights)
+            for i in cutlass.range_constexpr(ahead):
+                number, source = start + i, (start & 31) + i
+                both = [cute.arch.shuffle_sync(weights[k], source) for k in range(2)]
+                total = cute.arch.shuffle_sync(pair[1], source)
+                # What is in a later part has no sum of its own.
+                there = Boolean(number < part.pieces) & (total != Float32(0.0))
+                values = [fetched[i * width + k] for k in range(width)]
+                self._take(held, [*values, total], both, there)
+                self._fetch(base + i * step, fetched, i, number + ahead < part.pieces)
+        Meeting._finish(self, part, first + column, held, place, arguments)
 
     def _pair(self, part: Any, number: Any, column: Any, pair: Any, arguments: Any) -> None:
         """Maximum and sum of a part, the last one's where there is none."""
@@ -260,36 +321,32 @@ class Meeting:
         source = global_view(Float32, self._stats(number, column, arguments), 2)
         cute.autovec_copy(source, pair)
 
-    @cute.jit
-    def _most(self, part, column, pair, arguments) -> Float32:
-        """The largest maximum of a column's parts; ``pair``: of the lane's part."""
-        best = cute.make_rmem_tensor(1, Float32)
-        best[0] = pair[0]
-        for start in cutlass.range(32, part.pieces, 32, unroll=1):
-            number = part.origin + cutlass.min(start + self.tiles.lane, part.pieces - 1)
-            found = global_view(Float32, self._stats(number, column, arguments))[0]
-            best[0] = maximum(best[0], found)
-        most = best[0]
-        for distance in cutlass.range_constexpr(5):
-            most = maximum(most, cute.arch.shuffle_sync_bfly(most, 1 << distance))
-        return most
+    def _scan(self, own: Any, before: Any, weights: Any) -> Any:
+        """Weights of 32 parts of the maxima ``own``, behind ``before``; the maximum of them all."""
+        lane, most = self.tiles.lane, maximum(own, before)
+        for step in range(5):
+            other = cute.arch.shuffle_sync(most, lane - (1 << step))
+            most = maximum(most, _either(lane >= 1 << step, other, most))
+        last = _either(lane > 0, cute.arch.shuffle_sync(most, lane - 1), before)
+        weights[0], weights[1] = _weights(last, own, most)
+        return cute.arch.shuffle_sync(most, 31)
 
-    def _fetch(self, source: Any, held: Any, i: int, there: Any) -> None:
-        """A part's outputs to the ``i``-th place of ``held``."""
-        target = cute.make_tensor(held.iterator + i * self.width, cute.make_layout(self.width))
-        _copy_if(global_view(Float32, source, self.width), target, Boolean(there))
+    def _fetch(self, source: Any, fetched: Any, i: int, there: Any) -> None:
+        """A part's outputs to the ``i``-th place of ``fetched``."""
+        width = self.share
+        target = cute.make_tensor(fetched.iterator + i * width, cute.make_layout(width))
+        _copy_if(global_view(Float32, source, width), target, Boolean(there))
 
-    def _add(self, sums: Any, held: Any, i: int, pair: tuple[Any, Any], there: Any) -> None:
-        """A part's outputs and sum, times its weight."""
-        weight, total = pair
-        values = [held[i * self.width + k] for k in range(self.width)] + [total]
-        for k, x in enumerate(values):
-            added = fma(weight, x, sums[k])
-            sums[k] = Float32(cutlass.select_(there, added, sums[k]))
+    def _take(self, held: Any, values: list[Any], weights: list[Any], there: Any) -> None:
+        """Fold a part in, its sum behind its outputs."""
+        places = [*range(self.share), self.share + 1]
+        for k, x in zip(places, values, strict=True):
+            held[k] = _either(there, _fold(held[k], x, weights), held[k])
 
-    def _finish(self, part: Any, query: Any, values: Any, sums: Any, arguments: Any) -> None:
-        """A head's output and LSE; 0 and -inf where it sees no key."""
-        spec, (best, total) = self.spec, sums
+    def _finish(self, part: Any, query: Any, held: Any, lane: Any, arguments: Any) -> None:
+        """A head's LSE, and output: what is adjacent in ``lane``; 0 and -inf where it sees no key."""
+        spec, width = self.spec, cute.size(held) - 2
+        values, best, total = [held[k] for k in range(width)], held[width], held[width + 1]
         head = part.head // spec.blocks * spec.group + query
         empty = total == Float32(0.0)
         safe = Float32(cutlass.select_(empty, Float32(1.0), total))
@@ -302,7 +359,7 @@ class Meeting:
             found[i] = word
         place = Int64(part.request) * arguments[at("out_batch")]
         place += Int64(head) * arguments[at("out_head")]
-        place += Int64(self.tiles.lane * (2 * self.width)) + arguments[at("out")]
+        place += Int64(lane * (2 * width)) + arguments[at("out")]
         cute.autovec_copy(found, global_view(Int32, place, len(words)))
         if spec.lse:
             logarithm = pure_asm("lg2.approx.ftz.f32 $0, $1;", "=f,f", Float32, safe)
@@ -311,7 +368,49 @@ class Meeting:
             single[0] = Float32(cutlass.select_(empty, -Float32.inf, lse))
             place = Int64(part.request) * arguments[at("lse_batch")]
             place += Int64(head) * arguments[at("lse_head")] + arguments[at("lse")]
-            _copy_if(single, global_view(Float32, place), Boolean(self.tiles.lane == 0))
+            _copy_if(single, global_view(Float32, place), Boolean(lane == 0))
+
+
+def _either(condition: Any, a: Any, b: Any) -> Any:
+    return Float32(cutlass.select_(condition, Float32(a), Float32(b)))
+
+
+def _nothing(held: Any) -> None:
+    """Outputs, maximum and sum of no key."""
+    held.fill(0.0)
+    held[cute.size(held) - 2] = Float32(-Float32.inf)
+
+
+def _weights(before: Any, own: Any, most: Any) -> list[Any]:
+    """Of what is folded and of a part, whose larger maximum is ``most``."""
+    zero = _either(most == -Float32.inf, Float32(0.0), most)
+    return [exp2(before - zero), exp2(own - zero)]
+
+
+def _fold(before: Any, own: Any, weights: Any) -> Any:
+    return fma(before, weights[0], _times(own, weights[1]))
+
+
+def _times(a: Any, b: Any) -> Any:
+    """a · b, rounded."""
+    return pure_asm("mul.rn.f32 $0, $1, $2;", "=f,f,f", Float32, Float32(a), Float32(b))
+
+
+@cute.jit
+def _gather(outputs, sums, held) -> None:
+    width = cute.size(outputs)
+    cute.autovec_copy(outputs, cute.make_tensor(held.iterator, cute.make_layout(width)))
+    for k in cutlass.range_constexpr(2):
+        held[width + k] = sums[k]
+
+
+@cute.jit
+def _scatter(held, outputs, sums, first) -> None:
+    width = cute.size(outputs)
+    cute.autovec_copy(cute.make_tensor(held.iterator, cute.make_layout(width)), outputs)
+    if first:
+        for k in cutlass.range_constexpr(2):
+            sums[k] = held[width + k]
 
 
 @cute.jit

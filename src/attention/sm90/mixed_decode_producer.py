@@ -1,8 +1,8 @@
 """The warp that finds a CTA's parts, posts them, and streams their pages. Imports the DSL.
 
-Parts are those of ``decode_work``; where there are many, a stripe begins with a run of them, so that heads are whole
-more often. A tile's pages come as bulk copies of nibbles with their scales and of ΔS, by one
-lane a page, and of V^T by TMA. A part is walked from its last tile back. Page ids come 32 at a time.
+Parts are those of ``decode_work``; where there are many, stripes are of whole runs of them, so that more heads are one
+CTA's. A tile's pages come as bulk copies of nibbles with their scales and of ΔS, by one lane a page, and of V^T by TMA.
+A part is walked from its last tile back. Page ids come 32 at a time.
 """
 
 from __future__ import annotations

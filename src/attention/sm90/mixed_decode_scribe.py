@@ -1,7 +1,8 @@
 """The warp that prepares a part's queries, and quantises and stores a request's new row. Imports the DSL.
 
 A lane takes eight adjacent channels, so that D / 8 lanes are a row; the others take further query heads. It works while
-the part's pages are on their way. A new row's bits, ΔS among them, are those of the cache writer.
+the part's pages are on their way. A new row's bits, ΔS among them, are those of the cache writer; it goes to its page
+when the part has been given what it waits for.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ __all__ = ["Scribe"]
 HELD = 17
 """Words of a new row: key, value, the number of its page, eight channels of the mean."""
 
+DONE = 5
+"""Words of a new row when it is quantised: nibbles, the scale's code, values, and again the number of its page."""
+
 QUERY = "cvt.rn.f16x2.f32 $0, $2, $1;"
 
 
@@ -52,17 +56,23 @@ class Scribe:
         self.layout, self.shared, self.barriers = layout, shared, barriers
         self.lanes = spec.page.head_dim // 8
         self.rows = 32 // self.lanes
+        self.steps = -(-spec.group // self.rows)
 
     @cute.jit
     def run(self, arguments, lane) -> None:
-        """All parts of this CTA."""
+        """All parts of this CTA; the kernel in front is waited for behind the first one's finding."""
         mail = Int32(0)
         part = Scribe._take(self, mail, lane)
+        cute.arch.griddepcontrol_wait()
         while part.valid != 0:
             slot, turn = mail % 2, mail // 2 % 2
             newest = Int32(0)
             held = cute.make_rmem_tensor(HELD, Int32)
             held.fill(0)
+            done = cute.make_rmem_tensor(DONE, Int32)
+            done.fill(0)
+            totals = cute.make_rmem_tensor(self.steps, Float32)
+            totals.fill(0.0)
             if cutlass.const_expr(self.spec.append):
                 last = (part.first + part.count == part.tiles) & (part.length > 0)
                 newest = Int32(cutlass.select_(last, Int32(1), Int32(0)))
@@ -71,11 +81,14 @@ class Scribe:
             cute.arch.mbarrier_wait(self.barriers.q_empty + slot, turn ^ 1)
             Scribe._queries(self, arguments, part, slot, lane)
             if cutlass.const_expr(self.spec.append):
-                Scribe._row(self, arguments, part, newest, (slot, held), lane)
+                found = (newest, done, totals)
+                Scribe._quantise(self, arguments, part, (slot, held), found, lane)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(self.barriers.q_full + slot)
+            if cutlass.const_expr(self.spec.append):
+                Scribe._store(self, arguments, part, (newest, done, totals), lane)
             mail += 1
             part = Scribe._take(self, mail, lane)
 
@@ -164,17 +177,19 @@ class Scribe:
                 held[9 + i] = Float32(mean[i]).bitcast(Int32)
 
     @cute.jit
-    def _row(self, arguments, part, newest, row, lane) -> None:
-        """The new row, where a part has it."""
+    def _quantise(self, arguments, part, row, found, lane) -> None:
+        """Quantise a request's new key and value for the part's last tile, where it has them.
+
+        ``row``: slot, and what ``_ask`` has got; ``found``: whether there are any, and room for what ``_store`` takes.
+        """
+        newest, done, totals = found
         if newest != 0:
-            Scribe._quantise(self, arguments, part, row, lane)
+            Scribe._encode_row(self, arguments, part, row, (done, totals), lane)
 
     @cute.jit
-    def _quantise(self, arguments, part, row, lane) -> None:
-        """Quantise a request's new key and value, for the part's last tile and for the page; ``row``: see ``_ask``."""
-        slot, held = row
-        spec, page = self.spec, self.page
-        kv_head, own = part.head // spec.blocks, lane % self.lanes
+    def _encode_row(self, arguments, part, row, found, lane) -> None:
+        (slot, held), (done, totals) = row, found
+        spec, own = self.spec, lane % self.lanes
         base = self.shared.rows + slot * self.layout.row_bytes
         keys, values = (unpack([held[4 * i + w] for w in range(4)], spec.dtype) for i in range(2))
         if cutlass.const_expr(spec.terms > 0):
@@ -191,15 +206,10 @@ class Scribe:
             cell = shared_view(Int32, base + self.layout.row_values + own * 8 + 4 * i)
             _set_if(cell, packed[i], first)
         _set_if(shared_view(Int8, base + self.layout.row_scales + own // 2), Int8(code), even)
-        token, number = part.length - 1, held[8]
-        stores = Boolean(part.head % spec.blocks == 0)
-        record = Int64(number) * arguments[at("page_stride")]
-        record += Int64(kv_head) * arguments[at("head_stride")] + arguments[at("records")]
-        kept = (Boolean(first & stores), Boolean(even & stores))
-        self._store(record, token % page.page_size, own, (word, code, packed), kept)
+        for i, x in enumerate((word, code, *packed, held[8])):
+            done[i] = Int32(x)
         if cutlass.const_expr(spec.terms > 0):
-            where = (number, kv_head, token % page.page_size)
-            self._deltas(arguments, part, base, where, keys, (lane, stores))
+            Scribe._deltas(self, arguments, part, base, keys, totals, lane)
 
     def _encode(self, arguments: Any, keys: list[Any]) -> tuple[Any, Any]:
         """(code of the scale, word of nibbles) of eight channels, with the neighbour's eight."""
@@ -216,26 +226,13 @@ class Scribe:
         code, inverse, _ = block_scale(best, k_scale)
         return code, encode_word(keys, inverse, self.page.order)
 
-    def _store(self, record: Any, token: Any, own: Any, row: Any, who: Any) -> None:
-        """The row to its place in the page."""
-        (word, code, packed), (all_lanes, even), page = row, who, self.page
-        cell = global_view(Int32, record + Int64(page.key_row(token) + 4 * own))
-        _set_if(cell, word, all_lanes)
-        for i in range(8):
-            cell = global_view(Int8, record + Int64(page.value_byte(token, 8 * own + i)))
-            _set_if(cell, Int8(packed[i // 4] >> (8 * (i % 4))), all_lanes)
-        cell = global_view(Int8, record + Int64(page.scale_byte(token, own // 2)))
-        _set_if(cell, Int8(code), even)
-
     @cute.jit
-    def _deltas(self, arguments, part, base, where, keys, who) -> None:
-        """ΔS of the row, for the query heads of the block, and all of them in the page."""
-        number, kv_head, token = where
-        lane, stores = who
+    def _deltas(self, arguments, part, base, keys, totals, lane) -> None:
+        """ΔS of the row, for all query heads in ``totals``, and for those of the block in shared memory."""
         spec = self.spec
-        group = self._group(arguments, part.request)
+        kv_head, group = part.head // spec.blocks, self._group(arguments, part.request)
         first = part.head % spec.blocks * spec.columns
-        for i in cutlass.range_constexpr(-(-spec.group // self.rows)):
+        for i in cutlass.range_constexpr(self.steps):
             query = i * self.rows + lane // self.lanes
             head = kv_head * spec.group + cutlass.min(query, spec.group - 1)
             mean = self._mean(arguments, "q_mean", group * spec.heads + head, lane % self.lanes * 8)
@@ -245,18 +242,46 @@ class Scribe:
             distance = self.lanes // 2
             for step in cutlass.range_constexpr(distance.bit_length()):
                 total = total + cute.arch.shuffle_sync_bfly(total, offset=distance >> step)
-            words = in_terms((total, total), spec.terms)
+            totals[i] = total
             column = query - first
             inside = (query < spec.group) & (lane % self.lanes == 0)
+            mine = Boolean(inside & (column >= 0) & (column < spec.columns))
             cell = base + self.layout.row_delta + column * (2 * spec.terms)
+            for term, word in enumerate(in_terms((total, total), spec.terms)):
+                _set_if(shared_view(Int16, cell + 2 * term), Int16(word), mine)
+
+    @cute.jit
+    def _store(self, arguments, part, found, lane) -> None:
+        """The row to its place in the page, and its ΔS, once; ``found``: of ``_quantise``."""
+        newest, done, totals = found
+        if (newest != 0) & (part.head % self.spec.blocks == 0):
+            Scribe._store_row(self, arguments, part, (done, totals), lane)
+
+    @cute.jit
+    def _store_row(self, arguments, part, found, lane) -> None:
+        done, totals = found
+        spec, page, own = self.spec, self.page, lane % self.lanes
+        kv_head, token, number = part.head // spec.blocks, part.length - 1, done[4]
+        token = token % page.page_size
+        first, even = Boolean(lane < self.lanes), Boolean((lane < self.lanes) & (own % 2 == 0))
+        record = Int64(number) * arguments[at("page_stride")]
+        record += Int64(kv_head) * arguments[at("head_stride")] + arguments[at("records")]
+        cell = global_view(Int32, record + Int64(page.key_row(token) + 4 * own))
+        _set_if(cell, done[0], first)
+        for i in cutlass.range_constexpr(8):
+            cell = global_view(Int8, record + Int64(page.value_byte(token, 8 * own + i)))
+            _set_if(cell, Int8(done[2 + i // 4] >> (8 * (i % 4))), first)
+        cell = global_view(Int8, record + Int64(page.scale_byte(token, own // 2)))
+        _set_if(cell, Int8(done[1]), even)
+        for i in cutlass.range_constexpr(self.steps if spec.terms else 0):
+            query = i * self.rows + lane // self.lanes
+            inside = Boolean((query < spec.group) & (lane % self.lanes == 0))
+            head = kv_head * spec.group + cutlass.min(query, spec.group - 1)
             line = (Int64(number) * spec.heads + Int64(head)) * spec.terms
-            for term in cutlass.range_constexpr(spec.terms):
-                value = Int16(words[term])
-                mine = Boolean(inside & (column >= 0) & (column < spec.columns))
-                _set_if(shared_view(Int16, cell + 2 * term), value, mine)
-                element = (line + term) * self.page.page_size + Int64(token)
+            for term, word in enumerate(in_terms((totals[i], totals[i]), spec.terms)):
+                element = (line + term) * page.page_size + Int64(token)
                 target = global_view(Int16, arguments[at("delta")] + element * 2)
-                _set_if(target, value, Boolean(inside & stores))
+                _set_if(target, Int16(word), inside)
 
 
 @cute.jit
