@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 
-from epicute.decode.geometry import MMAS, epilogue_tasks, shares_of
+from epicute.decode.geometry import MMAS, epilogue_tasks
 from epicute.decode.schedule import (
     CLUSTERS,
     FewRowProblem,
@@ -19,7 +20,6 @@ from epicute.decode.schedule import (
     Shared,
     clusters_of,
     most_wide,
-    room,
 )
 from epicute.errors import UnsupportedError, require
 from epicute.jit import Target
@@ -41,10 +41,13 @@ PER_SM = 60e3
 """Bytes that one SM reads per microsecond with ``IN_FLIGHT`` under way."""
 
 PRODUCTS = {
-    "sync": {8: 91e3, 16: 85e3, 32: 75e3, 64: 38e3},
-    "wgmma": {8: 80e3, 16: 80e3, 32: 80e3, 64: 60e3},
+    "sync": {8: 70e3, 16: 48e3, 32: 35e3, 64: 24e3},
+    "wgmma": {8: 42e3, 16: 42e3, 32: 42e3, 64: 38e3},
 }
-"""Weights that one SM multiplies per microsecond, by MMA and rows of x: conversion decides, then the tensor cores."""
+"""Weights that one team multiplies per microsecond, by MMA and rows of x: latencies decide, of codes and products."""
+
+SECOND = 1.6
+"""How many times that two teams do."""
 
 INGRESS = 100e3
 """Bytes that one SM takes in per microsecond from L2 and memory together."""
@@ -58,8 +61,8 @@ SENT = 60e3
 FINISH = 0.4
 """Microseconds of an epilogue's eight rows, of which three warps do a share each."""
 
-START = {1: 1.5, 2: 0.5}
-"""Microseconds until the first products, by CTAs on an SM: with two, the kernel before is still at work."""
+START = 1.5
+"""Microseconds until the first products."""
 
 END = {1: 1.0, 2: 1.6, 4: 1.8, 8: 2.2}
 """Microseconds at the end of a kernel: the last sums' way and their epilogue."""
@@ -88,11 +91,12 @@ def choose(
     for form in forms:
         exact = invariant or rows > 16 or form == "wgmma"
         plain = FewRowSchedule(rows, conversion="registers" if exact else "sums", mma=form)
-        for cluster in CLUSTERS:
+        for cluster, teams in product(CLUSTERS, _teams(problem, rows, invariant)):
             if cluster > problem.records.along:
                 continue
-            mine = _fitted(problem, replace(plain, cluster=cluster), target)
-            like = _fitted(problem, replace(plain, cluster=cluster, rows=judged), target)
+            tried = replace(plain, cluster=cluster, teams=teams)
+            mine = _fitted(problem, tried, target)
+            like = _fitted(problem, replace(tried, rows=judged), target)
             if mine is not None:
                 expected = expected_microseconds(problem, like or mine)
                 # What does not serve all rows alike is for weights that nothing does.
@@ -108,6 +112,11 @@ def choose(
     return min(found, key=lambda entry: entry[:4])[4]
 
 
+def _teams(problem: FewRowProblem, rows: int, invariant: bool) -> tuple[int, ...]:
+    """Teams that may fit the registers, and that serve all rows alike where that is asked for."""
+    return (1,) if invariant or rows > 32 or problem.held > 16 else (1, 2)
+
+
 def _fitted(
     problem: FewRowProblem, schedule: FewRowSchedule, target: Target
 ) -> FewRowSchedule | None:
@@ -118,15 +127,13 @@ def _fitted(
     flight = max((IN_FLIGHT + slot // 2) // slot, 1)
     wanted = max(RING // slot, FEWEST_SLOTS)
     # Two CTAs to an SM: an empty GPU then has both of a cluster on one SM, and others idle (measured: twice the time).
-    for resident, chunks, least in ((1, whole, flight), (1, 0, flight)):
-        tried = replace(
-            schedule, resident=resident, slots=max(least, FEWEST_SLOTS), chunks=chunks or 1
-        )
+    for chunks in (whole, 0):
+        tried = replace(schedule, slots=max(flight, FEWEST_SLOTS), chunks=chunks or 1)
         if chunks == 0:
             rounds = rounds_of(problem, tried)
             readings = -(-rounds // most_wide(problem, tried))
             tried = replace(tried, wide=-(-rounds // readings))
-        left = room(target, resident) - Shared(problem, tried).size
+        left = target.smem_per_block - Shared(problem, tried).size
         if left < 0:
             continue
         shared = Shared(problem, tried)
@@ -138,7 +145,7 @@ def _fitted(
         hidden = int(COPY / PER_SM * slot * wanted) // shared.chunk
         more = min(more, max(hidden - 1, 0))
         tried = replace(tried, sums=sums, chunks=min(tried.chunks + more, whole))
-        left = room(target, resident) - Shared(problem, tried).size
+        left = target.smem_per_block - Shared(problem, tried).size
         slots = min(tried.slots + max(left - margin, 0) // slot, max(wanted, tried.slots))
         return replace(tried, slots=slots, in_flight=min(flight, slots))
     return None
@@ -160,14 +167,15 @@ def expected_microseconds(problem: FewRowProblem, schedule: FewRowSchedule) -> f
     readings = 1 if whole else -(-rounds // schedule.wide) * problem.bands
     copies = readings * -(-chunks // schedule.chunks)
     x = readings * chunks * record.depth * schedule.rows * 2
-    work = records * record.rows * record.depth / PRODUCTS[schedule.mma][schedule.rows]
+    rate = PRODUCTS[schedule.mma][schedule.rows] * (SECOND if schedule.teams > 1 else 1.0)
+    work = records * record.rows * record.depth / rate
     # While x is copied, the ring fills and nothing is multiplied: at the start, and wherever x is read again.
     ring = copies * schedule.slots * record.size / PER_SM
     exposed = max(x / COPY - ring, 0.0)
     busy = work if whole else work + x / COPY - exposed
     stream = max(problem.records.nbytes / STREAM, weights / PER_SM, (weights + x) / INGRESS)
-    sums = 4 * shares_of(record.bits, schedule.mma) * schedule.rows * problem.tile
+    sums = Shared(problem, schedule).exchange
     busy += rounds * sums / SENT
     finish = rounds * epilogue_tasks(schedule.owned) * FINISH
-    fixed = START[schedule.resident] + END[cluster]
+    fixed = START + END[cluster]
     return max(stream, busy, finish) + exposed + fixed

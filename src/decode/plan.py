@@ -175,15 +175,15 @@ class FewRowsPlan:
         return self
 
     def _compiled(self, rows: int) -> Any:
-        """A kernel's code. Where half of an SM's registers do not suffice, its CTAs have an SM to themselves."""
+        """A kernel's code; of one team, where the registers do not suffice for two."""
         kernel = self.kernels[rows]
         schedule = kernel.spec.schedule
         try:
             return compile(kernel, cache=self._cache)
         except CompileError:
-            if schedule.resident == 1:
+            if schedule.teams == 1:
                 raise
-        self.kernels[rows] = kernel.scheduled(replace(schedule, resident=1))
+        self.kernels[rows] = kernel.scheduled(replace(schedule, teams=1))
         return compile(self.kernels[rows], cache=self._cache)
 
     def rows_of(self, m: int) -> int:

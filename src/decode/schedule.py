@@ -1,7 +1,7 @@
 """What a few-row kernel is asked to do, and how it goes about it.
 
-A schedule's ``mma``, ``cluster`` and ``conversion`` decide in which order a sum is added and how it is rounded; nothing
-else does. With them fixed, a row has the same bits whatever else is in its batch.
+A schedule's ``mma``, ``cluster``, ``teams`` and ``conversion`` decide in which order a sum is added and how it is
+rounded; nothing else does. With them fixed, a row has the same bits whatever else is in its batch.
 """
 
 from __future__ import annotations
@@ -45,14 +45,11 @@ BARRIERS = 2 * STAGED
 ARRIVING = {8: 4, 16: 4, 32: 2, 64: 2}
 """Tiles whose sums may be on their way to a CTA of a cluster at once, by rows of x."""
 
-HELD = {"sync": 80, "wgmma": 136}
-"""Registers of a thread for sums that are held while x is read; of ``wgmma``, those of products under way too."""
+HELD = {1: {"sync": 80, "wgmma": 136}, 2: {"sync": 16, "wgmma": 48}}
+"""Registers of a thread for sums that are held while x is read, by teams; of ``wgmma``, of products under way too."""
 
 WIDEST = 8
 """Tiles held together, at most: each has code of its own."""
-
-RESERVED = 1024
-"""Bytes that each CTA takes beside what it asks for."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,7 @@ class FewRowSchedule:
             once; else it is read again for every band.
         conversion: how INT4 codes become numbers (see ``sm90.convert``): ``"sums"``, ``"registers"`` or ``"bias"``.
             With ``mma`` ``"wgmma"`` always ``"registers"``: the others would be one more product for each.
-        resident: CTAs on an SM, 1 or 2: with 2, that of the next kernel loads weights beside this one's.
+        teams: of eight warps, 1 or 2: two take records in turns, so that one's latencies are the other's time.
         evict_first: whether weights leave L2 before anything else does.
         late: start the next kernel when this one's last weights are under way, not at once. Slower: CTAs of one kernel
             then crowd some SMs and leave others idle, which is what tests of the ring want.
@@ -135,7 +132,7 @@ class FewRowSchedule:
     in_flight: int = 3
     chunks: int = 1
     conversion: str = "registers"
-    resident: int = 1
+    teams: int = 1
     evict_first: bool = True
     late: bool = False
     mma: str = "sync"
@@ -149,7 +146,7 @@ class FewRowSchedule:
             ("rows", BUCKETS),
             ("cluster", CLUSTERS),
             ("conversion", CONVERSIONS),
-            ("resident", (1, 2)),
+            ("teams", (1, 2)),
             ("mma", MMAS),
         ):
             got = getattr(self, name)
@@ -193,7 +190,7 @@ class FewRowSchedule:
             fix,
         )
         require(1 <= self.sums <= WIDEST, "schedule.sums", self.sums, f"1 to {WIDEST} buffers", fix)
-        size, limit = Shared(problem, self).size, room(target, self.resident)
+        size, limit = Shared(problem, self).size, target.smem_per_block
         require(
             size <= limit,
             "schedule",
@@ -211,7 +208,7 @@ class FewRowSchedule:
         return (
             f"{self.rows} rows, cluster of {self.cluster}, {self.slots} slots, {self.in_flight} in flight, "
             f"{self.chunks} chunks of x, {self.wide} tiles wide, {self.mma}, {self.conversion}, "
-            f"{self.resident} to an SM"
+            f"{self.teams} teams"
         )
 
 
@@ -253,7 +250,7 @@ class Shared:
     @property
     def shares(self) -> int:
         """Partial sums of one sum in a CTA."""
-        return shares_of(self.problem.record.bits, self.schedule.mma)
+        return self.schedule.teams * shares_of(self.problem.record.bits, self.schedule.mma)
 
     @property
     def sum(self) -> int:
@@ -322,17 +319,11 @@ def _rounded(size: int, unit: int = LINE) -> int:
 
 def most_wide(problem: FewRowProblem, schedule: FewRowSchedule) -> int:
     """Tiles whose sums fit the registers; 1 where a tile is several bands."""
-    if problem.bands > 1 or schedule.resident > 1:
+    if problem.bands > 1:
         return 1
     registers = schedule.rows * warp_rows(problem.record.bits, schedule.mma) // WARP
     taken = schedule.rows if schedule.mma == "wgmma" else 0
-    return min(max((HELD[schedule.mma] - taken) // registers, 1), WIDEST)
-
-
-def room(target: Target, resident: int) -> int:
-    """Bytes of shared memory that each of ``resident`` CTAs on an SM may have."""
-    whole = target.smem_per_block
-    return whole if resident == 1 else whole // resident - RESERVED
+    return min(max((HELD[schedule.teams][schedule.mma] - taken) // registers, 1), WIDEST)
 
 
 def clusters_of(multiprocessors: int, cluster: int) -> int:

@@ -111,7 +111,7 @@ class FewRowKernel:
                 ("slots", (schedule.slots, schedule.in_flight)),
                 ("chunks", schedule.chunks),
                 ("conversion", schedule.conversion),
-                ("resident", schedule.resident),
+                ("teams", schedule.teams),
                 ("evict_first", schedule.evict_first),
                 ("late", schedule.late),
                 ("mma", schedule.mma),

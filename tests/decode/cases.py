@@ -178,7 +178,7 @@ def _packed(case: Few) -> FragmentPacked:
 def emulated(case: Few) -> Kernel:
     """The kernel's PTX; a launch gives its threads what its CTAs on an SM leave them."""
     found = Kernel(ptx_of(case.kernel()))
-    share = 65536 // case.schedule().resident // found.program.threads
+    share = 65536 // found.program.threads
     found.program.registers_per_thread = share // 8 * 8
     return found
 

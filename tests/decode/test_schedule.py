@@ -19,7 +19,6 @@ from epicute.decode.schedule import (
     bucket_of,
     clusters_of,
     most_wide,
-    room,
 )
 from epicute.errors import ArgumentError, UnsupportedError
 from epicute.jit import DEFAULT_TARGET
@@ -132,8 +131,7 @@ def test_shared_memory_is_divided_without_overlap(problem: FewRowProblem, rows: 
     assert starts == sorted(starts)
     assert all(start % 128 == 0 for start in starts)
     assert shared.slot >= problem.record.size
-    assert shared.size <= room(DEFAULT_TARGET, schedule.resident)
-    assert 2 * room(DEFAULT_TARGET, 2) <= room(DEFAULT_TARGET, 1)
+    assert shared.size <= DEFAULT_TARGET.smem_per_block
 
 
 @settings(max_examples=60)
@@ -163,7 +161,7 @@ def simple(k: int = 4096) -> FewRowProblem:
         ({"rows": 24}, "schedule.rows"),
         ({"cluster": 3}, "schedule.cluster"),
         ({"conversion": "table"}, "schedule.conversion"),
-        ({"resident": 3}, "schedule.resident"),
+        ({"teams": 3}, "schedule.teams"),
         ({"slots": 1}, "schedule.in_flight"),
         ({"in_flight": 9}, "schedule.in_flight"),
         ({"chunks": 9}, "schedule.chunks"),
@@ -173,7 +171,7 @@ def simple(k: int = 4096) -> FewRowProblem:
         ({"mma": "wgmma", "conversion": "bias"}, "schedule.conversion"),
         ({"wide": 2}, "schedule.wide"),
         ({"wide": 17, "chunks": 1}, "schedule.wide"),
-        ({"resident": 1, "sums": 9}, "schedule.sums"),
+        ({"sums": 9}, "schedule.sums"),
         ({"sums": 0}, "schedule.sums"),
     ],
 )

@@ -7,9 +7,10 @@ it reads weights while the kernel before is still at work, up to what the ring h
     warp 0        ring: one bulk copy a record, at most ``in_flight`` under way              (few registers)
     warps 1-3     stage the epilogue's vector operands, one tile ahead; in turns the epilogue, eight rows of X a warp
     warps 4-11    copy X once, then multiply: every warp has a share of each record          (the rest)
+    warps 12-19   where there are two teams: they multiply records of odd k, and warps 4-11 those of even k
 
     barriers      full[s]     one producer arrive + bytes of a record                        ring -> consumers
-                  empty[s]    the eight consumer warps                                       consumers -> ring
+                  empty[s]    every consumer warp, of both teams                             consumers -> ring
                   ready[2]    96 staging threads; taken[2]: the parts of the tile's epilogue
                   added[b]    every consumer warp: its sums of a tile are written
                   read[b]     warps 1-3: the sums may be written over
@@ -64,11 +65,9 @@ from epicute.gemm.staging import STAGERS, Stager
 
 __all__ = ["FewRowGemm"]
 
-CONSUMERS = 32 * WARPS
-THREADS = 128 + CONSUMERS
-REGISTERS = {1: (80, 208), 2: (64, 88)}
-"""Per thread of the first warpgroup and of the consumers, by CTAs on an SM, after they have traded. A launch of 384
-threads gets 168, or 80, each.
+REGISTERS = {1: (80, 208), 2: (64, 104)}
+"""Per thread of the first warpgroup and of the consumers, by teams, after they have traded. A launch of 384 threads has
+168 each, one of 640 has 96: there is no more to trade.
 """
 
 AROUND_X = 1
@@ -107,6 +106,8 @@ class FewRowGemm:
         self.tasks = epilogue_tasks(self.schedule.owned)
         self.wgmma = self.schedule.mma == "wgmma"
         self.multiplier = WarpgroupMultiplier if self.wgmma else Multiplier
+        self.teams = self.schedule.teams
+        self.warps = WARPS * self.teams
 
     @cute.jit
     def __call__(self, weight: cute.Tensor, arguments: Any, stream: Any) -> None:
@@ -114,10 +115,10 @@ class FewRowGemm:
         self.kernel.set_name_prefix(self.spec.name)
         self.kernel(weight, arguments).launch(
             grid=(Int32(arguments[3]) * self.cluster, 1, 1),
-            block=(THREADS, 1, 1),
+            block=(128 + 32 * self.warps, 1, 1),
             cluster=(self.cluster, 1, 1),
             stream=stream,
-            min_blocks_per_mp=self.schedule.resident,
+            min_blocks_per_mp=1,
             preferred_smem_carveout=100,
             use_pdl=True,
         )
@@ -134,10 +135,9 @@ class FewRowGemm:
         memory = allocator.allocate_tensor(Uint8, cute.make_layout(self.shared.size), align)
         base = Int32(memory.iterator.toint())
         self._open(base, thread)
-        few, many = REGISTERS[self.schedule.resident]
+        few, many = REGISTERS[self.teams]
         if warp < 4:
-            if cutlass.const_expr(few != many):
-                cute.arch.setmaxregister_decrease(few)
+            cute.arch.setmaxregister_decrease(few)
             if warp == 0:
                 if thread == 0:
                     self._produce(weight, arguments, base, self._walk(arguments, block))
@@ -145,8 +145,7 @@ class FewRowGemm:
                 cute.arch.griddepcontrol_wait()
                 self._finish_all(arguments, base, self._walk(arguments, block), thread)
         else:
-            if cutlass.const_expr(few != many):
-                cute.arch.setmaxregister_increase(many)
+            cute.arch.setmaxregister_increase(many)
             cute.arch.griddepcontrol_wait()
             self._consume(arguments, base, self._walk(arguments, block), thread - 128)
         if cutlass.const_expr(self.cluster > 1):
@@ -194,9 +193,9 @@ class FewRowGemm:
             slots = self.schedule.slots
             for slot in cutlass.range_constexpr(slots):
                 cute.arch.mbarrier_init(barrier_at(self._full(base, slot)), 1)
-                cute.arch.mbarrier_init(barrier_at(self._empty(base, slot)), WARPS)
+                cute.arch.mbarrier_init(barrier_at(self._empty(base, slot)), self.warps)
             counts = [c for c in (STAGERS, self.tasks) for _ in range(STAGED)]
-            counts += [c for c in (WARPS, FINISHERS) for _ in range(self.schedule.sums)]
+            counts += [c for c in (self.warps, FINISHERS) for _ in range(self.schedule.sums)]
             both = (1, FINISHERS * self.cluster)
             counts += [c for c in both for _ in range(self.shared.arriving)]
             for i in cutlass.range_constexpr(len(counts)):
@@ -410,7 +409,7 @@ class FewRowGemm:
         source = arguments[0] + Int64(m * self.rows) * stride
         live = Int32(arguments[2]) - m * self.rows
         gain = arguments[self.spec.at("gain")]
-        cute.arch.barrier(barrier_id=AROUND_X, number_of_threads=CONSUMERS)
+        cute.arch.barrier(barrier_id=AROUND_X, number_of_threads=32 * self.warps)
         self.activations.copy(
             source,
             stride,
@@ -422,19 +421,20 @@ class FewRowGemm:
         )
         if cutlass.const_expr(self.wgmma):
             cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=AROUND_X, number_of_threads=CONSUMERS)
+        cute.arch.barrier(barrier_id=AROUND_X, number_of_threads=32 * self.warps)
 
     @cute.jit
     def _band(self, arguments, base, walk, multiplier, turn, m, band, thread) -> None:
         self.multiplier.clear(multiplier)
         if cutlass.const_expr(self.resident):
-            self._records(base, multiplier, turn, walk.chunks, 0)
+            self._records(base, multiplier, turn, walk.along, walk.chunks, 0)
         else:
             chunks = self.schedule.chunks
             for phase in cutlass.range(self._phases(walk), unroll=1):
                 self._copy(arguments, base, walk, m, phase, thread)
                 count = cutlass.min(walk.chunks - phase * chunks, chunks)
-                self._records(base, multiplier, turn, count, 0)
+                along = walk.along + phase * chunks
+                self._records(base, multiplier, turn, along, count, 0)
         if band == 0:
             self._await_read(base, turn[2])
         self.multiplier.send(multiplier, self._sums(base, turn[2]), band)
@@ -449,7 +449,8 @@ class FewRowGemm:
             count = cutlass.min(walk.chunks - phase * chunks, chunks)
             for which in cutlass.range_constexpr(self.schedule.wide):
                 some = count * Int32(first + which < walk.count)
-                self._records(base, multiplier, turn, some, which)
+                along = walk.along + phase * chunks
+                self._records(base, multiplier, turn, along, some, which)
 
     @cute.jit
     def _send_alive(self, base, walk, multiplier, turn, i, which: cutlass.Constexpr) -> None:
@@ -472,20 +473,30 @@ class FewRowGemm:
         return base + count % self.schedule.sums * self.shared.exchange
 
     @cute.jit
-    def _records(self, base, multiplier, turn, count, which: cutlass.Constexpr) -> None:
+    def _records(self, base, multiplier, turn, along, count, which: cutlass.Constexpr) -> None:
+        """Multiply ``count`` records; ``along``: the first one's place along k, by which teams take turns."""
         for chunk in cutlass.range(count, unroll=1):
-            self._record(base, multiplier, turn, chunk, which)
+            self._record(base, multiplier, turn, along, chunk, which)
 
     @cute.jit
-    def _record(self, base, multiplier, turn, chunk, which: cutlass.Constexpr) -> None:
+    def _record(self, base, multiplier, turn, along, chunk, which: cutlass.Constexpr) -> None:
+        """A team sees the other's records come, and says so: it would take a phase that passed unseen for another."""
         slot = turn[0]
         cute.arch.mbarrier_wait(barrier_at(self._full(base, slot)), turn[1])
         place = base + slot * self.shared.slot
         x = base + self.shared.x + chunk * self.shared.chunk
-        self.multiplier.run(multiplier, place, x, which)
+        if cutlass.const_expr(self.teams > 1):
+            self._in_turn(multiplier, place, x, (along + chunk) % 2 == multiplier.team, which)
+        else:
+            self.multiplier.run(multiplier, place, x, which)
         cute.arch.sync_warp()
         arrive(self._empty(base, slot), Int32(multiplier.lane == 0))
         self._next(turn)
+
+    @cute.jit
+    def _in_turn(self, multiplier, place, x, mine, which: cutlass.Constexpr) -> None:
+        if mine:
+            self.multiplier.run(multiplier, place, x, which)
 
     @cute.jit
     def _finish(self, arguments, base, walk, state, count, m, tile, warp, lane) -> None:

@@ -15,12 +15,11 @@ from epicute.quant.dsl import WIDTH, Vector, load_vectors, multiply, pack, unpac
 
 __all__ = ["Activations"]
 
-THREADS = 32 * WARPS
 BATCH = 8
 """Vectors of a thread under way at once: 32 KB an SM is what L2's latency asks for."""
 
 FEWER = 4
-"""The same where two CTAs share an SM, and where gains take registers too."""
+"""The same where two teams copy, and where gains take registers too."""
 
 
 class Activations:
@@ -32,7 +31,8 @@ class Activations:
         self.run = problem.record.run
         self.beyond = problem.records.width // WIDTH - 1
         self.wgmma = schedule.mma == "wgmma"
-        self.batch = FEWER if problem.gain or schedule.resident > 1 else BATCH
+        self.threads = 32 * WARPS * schedule.teams
+        self.batch = FEWER if problem.gain or schedule.teams > 1 else BATCH
 
     @cute.jit
     def copy(
@@ -51,10 +51,10 @@ class Activations:
         """
         first, count = span
         total = count * (self.vectors * self.rows)
-        for start in cutlass.range(thread, total, THREADS * self.batch, unroll=1):
+        for start in cutlass.range(thread, total, self.threads * self.batch, unroll=1):
             found = []
             for i in cutlass.range_constexpr(self.batch):
-                at = start + i * THREADS
+                at = start + i * self.threads
                 row, vector = self._cell(at)
                 inside = (row < live) & (at < total)
                 words = Vector(
