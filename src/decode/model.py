@@ -33,6 +33,10 @@ RING = 96 << 10
 """Bytes of the ring where there is room."""
 
 FEWEST_SLOTS = 3
+
+PHASE = 48 << 10
+"""Bytes of x that are copied at once where it is read again and again: fewer are waited for too often."""
+
 REFERENCE_SMS = 132
 STREAM = 4.4e6
 """Bytes of weights that all SMs read together, per microsecond."""
@@ -60,6 +64,9 @@ SENT = 60e3
 
 FINISH = 0.4
 """Microseconds of an epilogue's eight rows, of which three warps do a share each."""
+
+EXCHANGE, EXCHANGED = 0.45, 0.026
+"""Microseconds of a tile's exchange of sums and its epilogue, and what each row of x adds: of all clusters alike."""
 
 START = 1.5
 """Microseconds until the first products."""
@@ -127,8 +134,10 @@ def _fitted(
     flight = max((IN_FLIGHT + slot // 2) // slot, 1)
     wanted = max(RING // slot, FEWEST_SLOTS)
     # Two CTAs to an SM: an empty GPU then has both of a cluster on one SM, and others idle (measured: twice the time).
-    for chunks in (whole, 0):
-        tried = replace(schedule, slots=max(flight, FEWEST_SLOTS), chunks=chunks or 1)
+    for chunks, ahead in ((whole, False), (0, True), (0, False)):
+        if chunks == 0 and whole == 1:
+            continue
+        tried = replace(schedule, slots=max(flight, FEWEST_SLOTS), chunks=chunks or 1, ahead=ahead)
         if chunks == 0:
             rounds = rounds_of(problem, tried)
             readings = -(-rounds // most_wide(problem, tried))
@@ -140,11 +149,11 @@ def _fitted(
         kept = max(flight + 1 - tried.slots, 0) * slot
         sums = min(1 + max(left - kept, 0) // shared.exchange, max(tried.wide, 2))
         left -= (sums - 1) * shared.exchange
-        more = max(left - margin, 0) // shared.chunk if chunks == 0 else 0
-        # A copy that takes longer than the ring's filling keeps the memory waiting.
-        hidden = int(COPY / PER_SM * slot * wanted) // shared.chunk
-        more = min(more, max(hidden - 1, 0))
-        tried = replace(tried, sums=sums, chunks=min(tried.chunks + more, whole))
+        if chunks == 0:
+            phase = shared.chunk * (2 if ahead else 1)
+            more = min(max(left - margin, 0) // phase, max(PHASE // shared.chunk - 1, 0))
+            tried = replace(tried, chunks=min(1 + more, whole - 1))
+        tried = replace(tried, sums=sums)
         left = target.smem_per_block - Shared(problem, tried).size
         slots = min(tried.slots + max(left - margin, 0) // slot, max(wanted, tried.slots))
         return replace(tried, slots=slots, in_flight=min(flight, slots))
@@ -169,13 +178,18 @@ def expected_microseconds(problem: FewRowProblem, schedule: FewRowSchedule) -> f
     x = readings * chunks * record.depth * schedule.rows * 2
     rate = PRODUCTS[schedule.mma][schedule.rows] * (SECOND if schedule.teams > 1 else 1.0)
     work = records * record.rows * record.depth / rate
-    # While x is copied, the ring fills and nothing is multiplied: at the start, and wherever x is read again.
-    ring = copies * schedule.slots * record.size / PER_SM
-    exposed = max(x / COPY - ring, 0.0)
-    busy = work if whole else work + x / COPY - exposed
+    # While x is copied, the ring fills and nothing is multiplied: at the start, and wherever x is read again and does
+    # not come ahead.
+    ring = schedule.slots * record.size / PER_SM
+    exposed = max(x / copies / COPY - ring, 0.0) * (1 if schedule.ahead else copies)
+    busy = work if whole or schedule.ahead else work + x / COPY - exposed
+    if schedule.ahead:
+        busy = max(busy, x / COPY)
     stream = max(problem.records.nbytes / STREAM, weights / PER_SM, (weights + x) / INGRESS)
     sums = Shared(problem, schedule).exchange
     busy += rounds * sums / SENT
     finish = rounds * epilogue_tasks(schedule.owned) * FINISH
+    if cluster > 1:
+        finish = rounds * (EXCHANGE + EXCHANGED * schedule.rows)
     fixed = START + END[cluster]
     return max(stream, busy, finish) + exposed + fixed

@@ -112,7 +112,7 @@ class FewRowSchedule:
         cluster: CTAs that share a tile's k: 1, 2, 4 or 8.
         slots: records that the ring holds. in_flight: of them under way at once.
         chunks: records' worth of x along k that shared memory holds. Where that is all of a CTA's share, x is read
-            once; else it is read again for every band.
+            once; else it is read again for every band. ahead: the next part of it comes while this one is multiplied.
         conversion: how INT4 codes become numbers (see ``sm90.convert``): ``"sums"``, ``"registers"`` or ``"bias"``.
             With ``mma`` ``"wgmma"`` always ``"registers"``: the others would be one more product for each.
         teams: of eight warps, 1 or 2: two take records in turns, so that one's latencies are the other's time.
@@ -138,6 +138,7 @@ class FewRowSchedule:
     mma: str = "sync"
     wide: int = 1
     sums: int = 1
+    ahead: bool = False
 
     def check(self, problem: FewRowProblem, target: Target) -> None:
         """Raise ArgumentError unless the schedule fits problem and target."""
@@ -189,6 +190,13 @@ class FewRowSchedule:
             f"1 to {limit}, beyond 1 where x is read again",
             fix,
         )
+        require(
+            not self.ahead or self.chunks < most,
+            "schedule.ahead",
+            f"True, all {most} chunks of x held",
+            "False where x is read once",
+            fix,
+        )
         require(1 <= self.sums <= WIDEST, "schedule.sums", self.sums, f"1 to {WIDEST} buffers", fix)
         size, limit = Shared(problem, self).size, target.smem_per_block
         require(
@@ -205,9 +213,10 @@ class FewRowSchedule:
         return self.rows // self.cluster
 
     def __str__(self) -> str:
+        ahead = " and as many ahead" if self.ahead else ""
         return (
             f"{self.rows} rows, cluster of {self.cluster}, {self.slots} slots, {self.in_flight} in flight, "
-            f"{self.chunks} chunks of x, {self.wide} tiles wide, {self.mma}, {self.conversion}, "
+            f"{self.chunks} chunks of x{ahead}, {self.wide} tiles wide, {self.mma}, {self.conversion}, "
             f"{self.teams} teams"
         )
 
@@ -243,9 +252,14 @@ class Shared:
         return self.problem.record.depth * self.schedule.rows * 2
 
     @property
+    def phase(self) -> int:
+        """Bytes of x that are copied at once."""
+        return self.chunk * self.schedule.chunks
+
+    @property
     def sums(self) -> int:
         """Start of the partial sums."""
-        return self.x + self.chunk * self.schedule.chunks
+        return self.x + self.phase * (2 if self.schedule.ahead else 1)
 
     @property
     def shares(self) -> int:

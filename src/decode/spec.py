@@ -112,6 +112,7 @@ class FewRowKernel:
                 ("chunks", schedule.chunks),
                 ("conversion", schedule.conversion),
                 ("teams", schedule.teams),
+                ("ahead", schedule.ahead),
                 ("evict_first", schedule.evict_first),
                 ("late", schedule.late),
                 ("mma", schedule.mma),

@@ -245,7 +245,7 @@ def test_tiles_that_are_held_while_x_is_read(
     ],
 )
 def test_two_teams_take_turns(mma: str, format: str, rows: int, cluster: int, chunks: int) -> None:
-    """Records along k odd in number or even, x whole or in parts, rings whose slots are now one team's, now the other's."""
+    """Records along k odd in number or even, x whole or in parts, rings whose slots change teams."""
     composition, _, exact = chains(1100)["residual"]
     if format == "fp8":
         composition = dequantized(composition)

@@ -22,10 +22,12 @@ it reads weights while the kernel before is still at work, up to what the ring h
     consumers            |X|record 0|record 1| ... |send|record 0 of the next tile ...
     a warp of 1-3        |stage|stage the next|    |    |epilogue|
 
-Where shared memory cannot hold a CTA's share of X, X is copied phase by phase; several tiles' sums then stay in
-registers (``wide``), so that a phase serves them all:
+Where shared memory cannot hold a CTA's share of X, X is copied phase by phase, the next phase while this one is
+multiplied if there is room (``ahead``); several tiles' sums then stay in registers (``wide``), so that a phase serves
+them all:
 
-    consumers            |X|tile 0|tile 1|X|tile 0|tile 1| ... |send both|X| ...
+    copies         |phase 0|phase 1      |phase 2      | ...
+    consumers              |tile 0|tile 1|tile 0|tile 1| ... |send both| ...
 
 Warps multiply each by itself, or four as a warpgroup (``multiply``, ``warpgroup``): sums stand in the same registers.
 
@@ -379,15 +381,19 @@ class FewRowGemm:
     def _consume(self, arguments, base, walk, thread) -> None:
         warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
         multiplier = self.multiplier(self.problem, self.schedule, self.spec.scale_dtype, warp, lane)
-        turn = cute.make_rmem_tensor(3, Int32)
+        turn = cute.make_rmem_tensor(4, Int32)
         turn.fill(0)
         for m in cutlass.range(walk.m_tiles, unroll=1):
+            self._around_x()
+            if cutlass.const_expr(self.resident or self.schedule.ahead):
+                self._begin_x(arguments, base, turn, walk, m, Int32(0), thread)
             if cutlass.const_expr(self.resident):
-                self._copy(arguments, base, walk, m, Int32(0), thread)
+                self._settle_x()
             if cutlass.const_expr(self.schedule.wide > 1):
                 for group in cutlass.range(self._groups(walk), unroll=1):
                     first = group * self.schedule.wide
-                    self._wide(arguments, base, walk, multiplier, turn, m, first, thread)
+                    last = Int32(first + self.schedule.wide >= walk.count)
+                    self._wide(arguments, base, walk, multiplier, turn, m, first, last, thread)
                     for which in cutlass.range_constexpr(self.schedule.wide):
                         self._send_alive(base, walk, multiplier, turn, first + which, which)
             else:
@@ -395,13 +401,14 @@ class FewRowGemm:
                     tile = walk.first + i * walk.step
                     bands = self._bands(tile)
                     for band in cutlass.range(bands, unroll=1):
-                        self._band(arguments, base, walk, multiplier, turn, m, band, thread)
+                        last = Int32(i == walk.count - 1) * Int32(band == bands - 1)
+                        self._band(arguments, base, walk, multiplier, turn, m, band, last, thread)
                     self.multiplier.announce(multiplier, self._added(base, turn[2]))
                     turn[2] = turn[2] + 1
 
     @cute.jit
-    def _copy(self, arguments, base, walk, m, phase, thread) -> None:
-        """Copy the activations of a phase, between those of two uses."""
+    def _begin_x(self, arguments, base, turn, walk, m, phase, thread) -> None:
+        """Begin to copy the activations of a phase, beside those of the phase before."""
         chunks = self.schedule.chunks
         first = phase * chunks
         count = cutlass.min(walk.chunks - first, chunks)
@@ -409,29 +416,53 @@ class FewRowGemm:
         source = arguments[0] + Int64(m * self.rows) * stride
         live = Int32(arguments[2]) - m * self.rows
         gain = arguments[self.spec.at("gain")]
-        cute.arch.barrier(barrier_id=AROUND_X, number_of_threads=32 * self.warps)
-        self.activations.copy(
-            source,
-            stride,
-            gain,
-            base + self.shared.x,
-            (walk.along + first, count),
-            live,
-            thread,
+        target = self._x(base, turn[3])
+        self.activations.begin(
+            source, stride, gain, target, (walk.along + first, count), live, thread
         )
+
+    def _x(self, base: Any, count: Any) -> Any:
+        """Where the activations of the ``count``-th phase are."""
+        if not self.schedule.ahead:
+            return base + self.shared.x
+        return base + self.shared.x + count % 2 * self.shared.phase
+
+    @cute.jit
+    def _settle_x(self) -> None:
+        """Wait for this thread's copies, then for everyone's; nobody reads the phase before any more."""
+        cute.arch.cp_async_wait_group(0)
         if cutlass.const_expr(self.wgmma):
             cute.arch.fence_view_async_shared()
+        self._around_x()
+
+    def _around_x(self) -> None:
         cute.arch.barrier(barrier_id=AROUND_X, number_of_threads=32 * self.warps)
 
     @cute.jit
-    def _band(self, arguments, base, walk, multiplier, turn, m, band, thread) -> None:
+    def _next_x(self, arguments, base, turn, walk, m, phase, last, thread) -> None:
+        """The activations of a phase; those of the next begin to come where there is room: of the first again behind
+        the last, where ``last`` is not 1.
+        """
+        if cutlass.const_expr(self.schedule.ahead):
+            self._settle_x()
+            turn[3] = turn[3] + 1
+            following = (phase + 1) * Int32(phase + 1 < self._phases(walk))
+            if (following > 0) | (last == 0):
+                self._begin_x(arguments, base, turn, walk, m, following, thread)
+        else:
+            self._around_x()
+            self._begin_x(arguments, base, turn, walk, m, phase, thread)
+            self._settle_x()
+
+    @cute.jit
+    def _band(self, arguments, base, walk, multiplier, turn, m, band, last, thread) -> None:
         self.multiplier.clear(multiplier)
         if cutlass.const_expr(self.resident):
             self._records(base, multiplier, turn, walk.along, walk.chunks, 0)
         else:
             chunks = self.schedule.chunks
             for phase in cutlass.range(self._phases(walk), unroll=1):
-                self._copy(arguments, base, walk, m, phase, thread)
+                self._next_x(arguments, base, turn, walk, m, phase, last, thread)
                 count = cutlass.min(walk.chunks - phase * chunks, chunks)
                 along = walk.along + phase * chunks
                 self._records(base, multiplier, turn, along, count, 0)
@@ -440,12 +471,12 @@ class FewRowGemm:
         self.multiplier.send(multiplier, self._sums(base, turn[2]), band)
 
     @cute.jit
-    def _wide(self, arguments, base, walk, multiplier, turn, m, first, thread) -> None:
+    def _wide(self, arguments, base, walk, multiplier, turn, m, first, last, thread) -> None:
         """Multiply tiles from the ``first``-th on that are held together: all of them with each copy of x."""
         self.multiplier.clear(multiplier)
         chunks = self.schedule.chunks
         for phase in cutlass.range(self._phases(walk), unroll=1):
-            self._copy(arguments, base, walk, m, phase, thread)
+            self._next_x(arguments, base, turn, walk, m, phase, last, thread)
             count = cutlass.min(walk.chunks - phase * chunks, chunks)
             for which in cutlass.range_constexpr(self.schedule.wide):
                 some = count * Int32(first + which < walk.count)
@@ -484,7 +515,7 @@ class FewRowGemm:
         slot = turn[0]
         cute.arch.mbarrier_wait(barrier_at(self._full(base, slot)), turn[1])
         place = base + slot * self.shared.slot
-        x = base + self.shared.x + chunk * self.shared.chunk
+        x = self._x(base, turn[3] + 1) + chunk * self.shared.chunk
         if cutlass.const_expr(self.teams > 1):
             self._in_turn(multiplier, place, x, (along + chunk) % 2 == multiplier.team, which)
         else:
