@@ -2,8 +2,8 @@
 
 One pass centres keys, quantises both, computes ΔS = q̄·k_c from the keys before their quantisation and scatters all to
 pages. Nibbles, scale bytes, value bytes and the terms of a given FP32 ΔS have the bits of ``QK4PV8Cache.quantize``;
-ΔS itself is summed in FP32, channels in eights and then over a tree, within 1e-6 of the sum of magnitudes, and the same
-for a row whatever stands beside it.
+ΔS itself is summed in FP32, by tensor cores from two TF32 terms of each factor, or without them where rows have means
+of their own; within 1e-6 of the sum of magnitudes, and the same for a row whatever stands beside it.
 """
 
 from __future__ import annotations

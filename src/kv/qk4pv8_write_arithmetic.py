@@ -66,9 +66,9 @@ def subtract(a: Any, b: Any) -> Any:
 
 def loudest(lanes: list[Any]) -> Any:
     """Largest magnitude; NaN where any is."""
-    found = Float32(0.0)
-    text = "{ .reg .f32 a; abs.f32 a, $1; max.NaN.f32 $0, a, $2; }"
-    for x in lanes:
+    found = Float32(lanes[0])
+    text = "{ .reg .f32 a, b; abs.f32 a, $1; abs.f32 b, $2; max.NaN.f32 $0, a, b; }"
+    for x in lanes[1:]:
         found = asm(text, "=f,f,f", Float32, Float32(x), found)
     return found
 
@@ -137,11 +137,11 @@ def encode_finite(lanes: list[Any], inverse: Any, order: str) -> Any:
         offset += 0x4B000000 << place
     offset %= 1 << 32
     word = word - Int32(offset - (offset >> 31 << 32))
-    # Sign bits of two channels are sixteen apart in the word, as they are in a register of two high halves.
+    # Sign bits of two channels are sixteen apart in the word: each is spread over a half, of which one bit is taken.
     channels = {sign_bit(order, channel): channel for channel in range(8)}
     for place in sorted(bit for bit in channels if bit < 16):
-        text = f"""{{ .reg .b32 s; prmt.b32 s, $2, $3, 0x7632; shr.u32 s, s, {15 - place};
-and.b32 s, s, 0x{0x10001 << place:X}; or.b32 $0, $1, s; }}"""
+        text = f"""{{ .reg .b32 s; prmt.b32 s, $2, $3, 0xFFBB; and.b32 s, s, 0x{0x10001 << place:X};
+or.b32 $0, $1, s; }}"""
         pair = (Float32(lanes[channels[place + i]]) for i in (0, 16))
         word = asm(text, "=r,r,f,f", Int32, word, *pair)
     return word

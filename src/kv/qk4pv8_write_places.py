@@ -12,7 +12,17 @@ from cutlass._mlir.dialects import llvm
 from epicute.kv.qk4pv8_write import ARGUMENTS, CHUNKS, ROWS, THREADS, TOKENS, WriteSpec
 from epicute.quant.dsl import Launched
 
-__all__ = ["SIGNS", "Places", "Shared", "read", "shared_view", "store_if", "store_words", "store_words_if", "view"]
+__all__ = [
+    "SIGNS",
+    "Places",
+    "Shared",
+    "read",
+    "shared_view",
+    "store_if",
+    "store_words",
+    "store_words_if",
+    "view",
+]
 
 SIGNS = 0x80808080 - 2**32
 UNITS = {1: Int8, 2: Int16, 4: Int32}
@@ -89,6 +99,7 @@ class Shared(NamedTuple):
     delta: Any
     row_of: Any
     slots: Any
+    homes: Any
     starts: Any
 
 
@@ -114,6 +125,7 @@ class Places(Launched):
             "delta": 4 * self.spec.group * CHUNKS * TOKENS * (self.spec.terms > 0),
             "row_of": ROWS * TOKENS,
             "slots": 8 * ROWS,
+            "homes": 8 * ROWS,
             "starts": 4 * (ROWS // 32),
         }
         allocator = cutlass_memory.SmemAllocator()
@@ -155,16 +167,20 @@ class Places(Launched):
 
     # --- where rows go ---
 
-    def _slot(self, arguments: Any, row: Any) -> Any:
-        """Slot of a row; -1 where it has none, or there is no such row."""
-        found = cute.make_rmem_tensor(1, Int64)
-        found[0] = Int64(-1)
-        self._find_slot(arguments, row, found)
-        inside = (found[0] >= 0) & (found[0] < self.given(arguments, "capacity"))
-        return Int64(cutlass.select_(inside, found[0], Int64(-1)))
+    @cute.jit
+    def _find_slots(self, arguments, first, thread, found) -> None:
+        """Slots of a thread's row and of the one before it, as they are given; -1 where there is no such row."""
+        if thread < ROWS:
+            for i in cutlass.range_constexpr(2):
+                self._find_slot(arguments, first + thread - i, found, i)
+
+    def _inside(self, arguments: Any, slot: Any) -> Any:
+        """The slot; -1 where it is none."""
+        inside = (slot >= 0) & (slot < self.given(arguments, "capacity"))
+        return Int64(cutlass.select_(inside, slot, Int64(-1)))
 
     @cute.jit
-    def _find_slot(self, arguments, row, found) -> None:
+    def _find_slot(self, arguments, row, found, i) -> None:
         if (row >= 0) & (row < Int32(self.given(arguments, "rows"))):
             if cutlass.const_expr(self.spec.table):
                 position = self._integer(arguments, "positions", row)
@@ -177,10 +193,10 @@ class Places(Launched):
                     page = view(Int32, self.given(arguments, "page_table") + place, 1, 4)[0]
                     if page >= 0:
                         token = position % self.page.page_size
-                        found[0] = Int64(page) * self.page.page_size + token
+                        found[i] = Int64(page) * self.page.page_size + token
             else:
                 address = self.given(arguments, "slots") + Int64(row) * 8
-                found[0] = view(Int64, address, 1, 8)[0]
+                found[i] = view(Int64, address, 1, 8)[0]
 
     def _integer(self, arguments: Any, name: str, row: Any) -> Any:
         """Element ``row`` of a vector of int32 or int64, of which the low half is enough."""
@@ -188,15 +204,15 @@ class Places(Launched):
         return view(Int32, address, 1, 4)[0]
 
     @cute.jit
-    def _map(self, arguments, shared, first, thread) -> Int32:
-        """Enter every row in its chunk; returns the number of chunks."""
+    def _map(self, arguments, shared, head, thread, slots) -> Int32:
+        """Enter every row in its chunk, given the slots found; returns the number of chunks."""
         found = cute.make_rmem_tensor(3, Int32)  # rank in the warp, token, whether a chunk starts
         slot = cute.make_rmem_tensor(1, Int64)
         slot[0] = Int64(-1)
         warp = thread // 32
         if thread < ROWS:
-            slot[0] = self._slot(arguments, first + thread)
-            before = self._slot(arguments, first + thread - 1)
+            slot[0] = self._inside(arguments, slots[0])
+            before = self._inside(arguments, slots[1])
             valid = slot[0] >= 0
             new = (thread == 0) | (before < 0) | (before // TOKENS != slot[0] // TOKENS)
             votes = cute.arch.vote_ballot_sync(valid & new)
@@ -217,8 +233,11 @@ class Places(Launched):
             own = shared.row_of + chunk * TOKENS + found[1]
             shared_view(Int8, own, 1, 1)[0] = Int8(thread)
             if found[2] != 0:
-                base = shared.slots + chunk * 8
-                shared_view(Int64, base, 1, 8)[0] = slot[0] // TOKENS * TOKENS
+                shared_view(Int64, shared.slots + chunk * 8, 1, 8)[0] = slot[0] // TOKENS * TOKENS
+                page = Uint64(slot[0]) // self.page.page_size
+                part = Uint64(slot[0]) % self.page.page_size // TOKENS
+                home = self._record(arguments, Int64(page), head) | Int64(part)
+                shared_view(Int64, shared.homes + chunk * 8, 1, 8)[0] = home
         cute.arch.sync_threads()
         return total
 
@@ -227,6 +246,11 @@ class Places(Launched):
         slot = shared_view(Uint64, shared.slots + chunk * 8, 1, 8)[0]
         page, token = slot // self.page.page_size, slot % self.page.page_size
         return Int64(page), Int32(token)
+
+    def _home(self, shared: Any, chunk: Any) -> tuple[Any, Any]:
+        """(address of the record, first token) of a chunk. Records lie at multiples of 16."""
+        home = shared_view(Int64, shared.homes + chunk * 8, 1, 8)[0]
+        return home & ~15, Int32(home & 15) * TOKENS
 
     def _record(self, arguments: Any, page: Any, head: Any) -> Any:
         """Address of a record."""

@@ -45,11 +45,6 @@ def forgotten(x: Any) -> Any:
     return asm("mov.b32 $0, $1;", "=r,r", Int32, x, effects=True)
 
 
-def pick(chosen: Any, a: Any, b: Any) -> Any:
-    """``a`` where ``chosen``, else ``b``."""
-    return a if chosen is True else select(chosen, a, b)
-
-
 def here(x: Any) -> Any:
     """The same number, which nobody has outside of the branch in which it is asked for.
 
@@ -93,12 +88,14 @@ def multiply_tf32(a: Any, b: Any, c: list[Any]) -> list[Any]:
     return [Float32(llvm.extractvalue(result, found, place)) for place in places]
 
 
-def products(values: list[Any], mean: list[Any]) -> Any:
-    """Sum of eight products, left to right, each step rounded once."""
-    total = Float32(0.0)
-    for x, m in zip(values, mean, strict=True):
-        total = asm("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", Float32, x, Float32(m), total)
-    return total
+def products(rows: list[list[Any]], mean: list[Any]) -> list[Any]:
+    """Sums of products of rows, left to right, each step rounded once; side by side, as each waits for the last."""
+    totals = [Float32(0.0) for _ in rows]
+    for i, m in enumerate(mean):
+        for r, row in enumerate(rows):
+            operands = (row[i], Float32(m), totals[r])
+            totals[r] = asm("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", Float32, *operands)
+    return totals
 
 
 class Units(Places):
@@ -110,34 +107,34 @@ class Units(Places):
     def _keys(self, arguments, shared, first, head, place, losses) -> None:
         """Nibbles, scales and ΔS of a chunk's keys: a lane has 16 adjacent channels of two rows at a time."""
         start, chunk, lane = place
-        rows, live = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Int32)
-        groups = cute.make_rmem_tensor(2, Int32)
-        groups.fill(0)
-        for r in cutlass.range_constexpr(2):
-            at = shared.row_of + (start + chunk) * TOKENS + ((lane >> 2) + 8 * r)
-            rows[r] = Int32(shared_view(Int8, at, 1, 1)[0])
-            live[r] = Int32(cutlass.select_(rows[r] >= 0, Int32(1), Int32(0)))
-        if cutlass.const_expr(self.spec.grouped):
-            self._groups(arguments, first, rows, live, groups)
-        index, token = self._place(arguments, shared, start + chunk)
-        record = self._record(arguments, index, head)
         if cutlass.const_expr(self.spec.terms > 0):
             self._clear_delta(shared, chunk, lane)
         for turn in cutlass.range(self.run, unroll=1):
             part = (head, chunk, lane, turn)
-            self._key_blocks(
-                arguments, shared, part, (record, token), (rows, live, groups), losses
-            )
+            self._key_blocks(arguments, shared, first, start, part, losses)
+
+    def _rows(self, shared: Any, chunk: Any, lane: Any) -> tuple[Any, Any]:
+        """Two rows of a lane, and whether they are there."""
+        rows, live = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Int32)
+        for r in range(2):
+            at = shared.row_of + chunk * TOKENS + ((lane >> 2) + 8 * r)
+            rows[r] = Int32(shared_view(Int8, at, 1, 1)[0])
+            live[r] = Int32(cutlass.select_(rows[r] >= 0, Int32(1), Int32(0)))
+        return rows, live
 
     def _channel(self, lane: Any, turn: Any) -> Any:
         """First channel of a lane's block."""
         return (turn * 4 + (lane & 3)) * BLOCK
 
     @cute.jit
-    def _key_blocks(self, arguments, shared, place, target, who, losses) -> None:
+    def _key_blocks(self, arguments, shared, first, start, place, losses) -> None:
         """One block of each of two rows, in eights: two of the one row, then two of the other."""
         head, chunk, lane, turn = place
-        (record, token), (rows, live, groups) = target, who
+        rows, live = self._rows(shared, start + chunk, lane)
+        groups = cute.make_rmem_tensor(2, Int32)
+        groups.fill(0)
+        if cutlass.const_expr(self.spec.grouped):
+            self._groups(arguments, first, rows, live, groups)
         channel = self._channel(lane, turn)
         centred, whole = cute.make_rmem_tensor(32, Float32), cute.make_rmem_tensor(1, Int32)
         for r in cutlass.range_constexpr(2):
@@ -157,6 +154,16 @@ class Units(Places):
             cute.arch.sync_warp()
         codes, inverses = self._scales(arguments, centred, whole, live, losses)
         words = self._words(centred, inverses, whole)
+        self._store_keys(shared, start, place, words, codes)
+
+    @cute.jit
+    def _store_keys(self, shared, start, place, words, codes) -> None:
+        """Nibbles and scales of a block of two rows, to the page."""
+        # Where they go is found behind the codes: in front of them registers are scarce.
+        _, chunk, lane, turn = (forgotten(x) for x in place)
+        _, live = self._rows(shared, start + chunk, lane)
+        record, token = self._home(shared, start + chunk)
+        channel = self._channel(lane, turn)
         for r in cutlass.range_constexpr(2):
             own, there = token + (lane >> 2) + 8 * r, Boolean(live[r] != 0)
             address = record + Int64(self.page.key_row(own) + (channel >> 1))
@@ -207,21 +214,17 @@ class Units(Places):
 
     def _passes(self, groups: Any) -> Any:
         """1 where the two rows of every lane have the means of one group, which is usual; else 2, one for each."""
-        if not self.spec.grouped:
-            return 1
         same = cute.arch.vote_all_sync(groups[0] == groups[1])
         return Int32(cutlass.select_(same, Int32(1), Int32(2)))
 
     def _turn(self, groups: Any, passes: Any, turn: Any) -> tuple[Any, list[Any]]:
         """The group whose means are taken in a pass, and which rows they are for."""
-        if not self.spec.grouped:
-            return Int32(0), [True] * 2
         group = Int32(cutlass.select_(turn == 1, groups[1], groups[0]))
         return group, [(passes == 1) | (turn == r) for r in range(2)]
 
     @cute.jit
     def _centre(self, arguments, head, channel, groups, centred) -> None:
-        """Take the means out of the keys."""
+        """Take the means of each row's group out of the keys."""
         passes = self._passes(groups)
         for turn in cutlass.range(passes, unroll=1):
             group, chosen = self._turn(groups, passes, turn)
@@ -229,10 +232,10 @@ class Units(Places):
             for r in cutlass.range_constexpr(2):
                 for i in cutlass.range_constexpr(BLOCK):
                     x = centred[16 * r + i]
-                    centred[16 * r + i] = pick(chosen[r], subtract(x, mean[i]), x)
+                    centred[16 * r + i] = select(chosen[r], subtract(x, mean[i]), x)
 
     def _centre_all(self, shared: Any, channel: Any, centred: Any) -> None:
-        """The same of one group of means."""
+        """Take the mean of the one group out of the keys."""
         address = self._staged(shared, self.spec.group, 0, channel)
         for four in range(BLOCK // 4):
             mean = read(shared_view(Float32, address ^ (16 * four), 4, 16))
@@ -297,9 +300,7 @@ class Units(Places):
     def _clear_delta(self, shared, chunk, lane) -> None:
         for i in cutlass.range_constexpr(-(-self.spec.group // 4)):
             query = 4 * i + (lane & 3)
-            cells = [
-                self._delta_cell(shared, query, chunk, (lane >> 2) + 8 * r) for r in range(2)
-            ]
+            cells = [self._delta_cell(shared, query, chunk, (lane >> 2) + 8 * r) for r in range(2)]
             if query < self.spec.group:
                 for r in cutlass.range_constexpr(2):
                     cells[r][0] = Float32(0.0)
@@ -311,7 +312,7 @@ class Units(Places):
         if cutlass.const_expr(fours == 1):
             self._delta(arguments, shared, place, groups, centred, 0)
         else:
-            # Eight at a time split keys once, and take more registers than five blocks have.
+            # Eight at a time take more registers than five blocks have. Keys are split once, before the loop.
             for i in cutlass.range(fours, unroll=1):
                 self._delta(arguments, shared, place, groups, centred, 4 * i)
 
@@ -375,6 +376,11 @@ class Units(Places):
         return shared.values + ((query * 2 + term) * (self.page.head_dim // 4) + four) * 16
 
     @cute.jit
+    def _stage_if(self, condition, arguments, shared, head, thread) -> None:
+        if condition:
+            self._stage(arguments, shared, head, thread)
+
+    @cute.jit
     def _stage(self, arguments, shared, head, thread) -> None:
         """Means of queries in two TF32 terms, then that of keys, where values will stand."""
         spec, quads = self.spec, self.page.head_dim // 4
@@ -405,9 +411,10 @@ class Units(Places):
                 # Behind the last query head the last one again, which is not stored.
                 own = cutlass.min(Int32(query + i), self.spec.group - 1)
                 mean = self._mean(arguments, "q_mean", group, head * self.spec.group + own, channel)
+                rows = [[centred[16 * r + k] for k in range(BLOCK)] for r in range(2)]
+                totals = products(rows, mean)
                 for r in cutlass.range_constexpr(2):
-                    total = products([centred[16 * r + k] for k in range(BLOCK)], mean)
-                    sums[2 * i + r] = pick(chosen[r], total, sums[2 * i + r])
+                    sums[2 * i + r] = select(chosen[r], totals[r], sums[2 * i + r])
 
     # --- values ---
 

@@ -189,6 +189,15 @@ class TestKernel:
     def test_qk_08_any_number_of_rows(self, rows: int) -> None:
         launch(drawn(CASES["64 channels"], rows, "adjacent", rows))
 
+    @pytest.mark.parametrize("name", CASES)
+    def test_a_launch_without_rows_touches_nothing(self, name: str) -> None:
+        idle = tuple(int(x in ("kv_heads", "blocks")) for x in ARGUMENTS)
+        emulated(planned(CASES[name]).spec).launch(idle)
+
+    @pytest.mark.parametrize("group", [8, 13])
+    def test_many_query_heads_of_a_kv_head(self, group: int) -> None:
+        launch(drawn(Case(group=group, kv_heads=1, terms=3, page=64), 70, "running", 9), races=True)
+
     def test_a_row_has_the_same_bits_wherever_it_stands(self) -> None:
         case = CASES["plain"]
         batch = drawn(case, 131, "adjacent", 5)
