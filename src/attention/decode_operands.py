@@ -45,7 +45,7 @@ class Binder:
 
     def _slots(self, batch: int, ctas: int) -> int:
         parts = self.schedule.parts(self.spec)
-        return 2 * ctas if parts is None else batch * self.schedule.cut(self.spec).heads * parts
+        return 4 * ctas if parts is None else batch * self.schedule.cut(self.spec).heads * parts
 
     def check_device(self, q: Any) -> None:
         """Refuse a q that is not on a GPU."""

@@ -97,8 +97,8 @@ class DecodeSchedule:
         return self.warps == 8 and spec.head_dim * self.column_tiles(spec) > 128
 
     def threads(self, spec: DecodeSpec) -> int:
-        """Threads of a CTA: the warps that multiply, and one that loads; registers are traded by four warps."""
-        return 32 * (self.warps + (4 if self.trades(spec) else 1))
+        """Threads of a CTA: the warps that multiply, one that loads, a scribe; registers are traded by four warps."""
+        return 32 * (self.warps + (4 if self.trades(spec) else 2))
 
     @property
     def tabled(self) -> bool:
@@ -155,30 +155,47 @@ class DecodeSchedule:
 
         A CTA that takes all registers stands alone on its SM, and has all of its memory.
         """
-        everything = spec.head_dim // 16
-        least = 4 if self.tabled else 2
+        least = self._least_tiles
         room = SMEM if self.trades(spec) else SHARED
-        for count in (everything, 8, 4, 2):
-            if least <= count <= everything and self._total(spec, count) <= room:
+        for count in self._tile_counts(spec):
+            if self.borrows(spec):
+                fits = self._exchanged(spec, count) <= self.stage_bytes(spec)
+            else:
+                fits = self._total(spec, count) <= room
+            if fits:
                 return count
         return least
 
-    def _merge_bytes(self, spec: DecodeSpec, tiles: int) -> int:
-        rows = self.sharers(spec) * self.live_columns(spec)
-        outputs = rows * (16 * tiles + 4) * 4
-        queries = self.columns(spec) * (self.query_pitch(spec) + 8) if spec.packed else 0
-        return max(outputs, queries)
+    @property
+    def _least_tiles(self) -> int:
+        return 4 if self.tabled else 2
+
+    def _tile_counts(self, spec: DecodeSpec) -> list[int]:
+        """What may be exchanged at a time, the most first."""
+        everything = spec.head_dim // 16
+        return [n for n in (everything, 8, 4, 2) if self._least_tiles <= n <= everything]
+
+    def _exchanged(self, spec: DecodeSpec, tiles: int) -> int:
+        return self.sharers(spec) * self.live_columns(spec) * (16 * tiles + 4) * 4
+
+    def borrows(self, spec: DecodeSpec) -> bool:
+        """Whether warps meet in the stage of a piece's last tile, which is given back only then."""
+        return self._exchanged(spec, self._least_tiles) <= self.stage_bytes(spec)
 
     def merge_bytes(self, spec: DecodeSpec) -> int:
-        """Bytes in which warps meet: at a piece's end with their outputs, at its beginning with rotated queries."""
-        return self._merge_bytes(spec, self.merge_tiles(spec))
+        """Bytes of their own in which warps meet with their outputs at a piece's end."""
+        return 0 if self.borrows(spec) else self._exchanged(spec, self.merge_tiles(spec))
+
+    def query_bytes(self, spec: DecodeSpec) -> int:
+        """Bytes of a piece's rotated queries; between quarters of a row lie two words for each of its columns."""
+        return self.live_columns(spec) * self.query_pitch(spec) if spec.packed else 0
 
     def query_pitch(self, spec: DecodeSpec) -> int:
         """Bytes of a rotated query in shared memory: four runs of channels, apart so that no two meet in a bank."""
         return 4 * (spec.head_dim // 2 + 16)
 
     def append_bytes(self, spec: DecodeSpec) -> int:
-        """Bytes of new rows that are quantised: their nibbles of keys and of values, and two scales."""
+        """Bytes of a piece's new rows, quantised: their nibbles of keys and of values, and two scales."""
         return spec.rows * NEW_ROW_BYTES if spec.append else 0
 
     def shared_memory(self, spec: DecodeSpec) -> int:
@@ -186,8 +203,9 @@ class DecodeSchedule:
         return self._total(spec, self.merge_tiles(spec))
 
     def _total(self, spec: DecodeSpec, tiles: int) -> int:
-        found = self.stages * self.stage_bytes(spec) + self._merge_bytes(spec, tiles)
-        found += TABLE_BYTES * self.tabled + self.append_bytes(spec)
+        found = self.stages * self.stage_bytes(spec)
+        found += 0 if self.borrows(spec) else self._exchanged(spec, tiles)
+        found += TABLE_BYTES * self.tabled + 2 * (self.append_bytes(spec) + self.query_bytes(spec))
         return found + self.warps * 8 * self.column_tiles(spec) * 8 + 16 * self.stages + 512
 
     def parts(self, spec: DecodeSpec) -> int | None:
@@ -277,5 +295,5 @@ def _leaves_registers(spec: DecodeSpec, schedule: DecodeSchedule) -> bool:
     # A cap needs more, and so do the statistics of an output that is quantised.
     if spec.softcap is not None or spec.out_is_fp8:
         return False
-    plain = spec.rows == 1 and spec.window is None and spec.head_dim <= 128
+    plain = spec.rows == 1 and spec.window is None and spec.head_dim <= 128 and spec.page != 16
     return spec.packed or (spec.cache == "fp8" and plain)

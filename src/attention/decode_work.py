@@ -9,7 +9,8 @@ where a head is a KV head, or a block of its columns where there are more than o
 takes the i-th of G equal stripes of that list. What it has of one head is a **piece**: of tiles, all that are in its
 stripe; of parts, one at a time. A head's pieces leave partial results in slots, and are merged in order of their keys.
 
-    tiles    CTA i has slot 2i for a piece that begins within a head, 2i + 1 for one that begins it
+    tiles    CTA i has slot 2i for a piece that begins within a head, 2i + 1 for one that begins it, and, in turn,
+             2(G + i) and 2(G + i) + 1 for whole heads, so that one may be ended behind the next
     parts    slot (request * heads + head) * parts + part
 
 Nothing depends on a length that the host knows.
@@ -32,6 +33,7 @@ __all__ = [
     "stripe",
     "tile_span",
     "units_of",
+    "whole_slot",
 ]
 
 
@@ -99,6 +101,11 @@ def slot_of(number: Any, origin: Any, parts: int | None) -> Any:
     if parts is not None:
         return origin + number
     return 2 * (origin + number) + _where(number == 0, 1, 0)
+
+
+def whole_slot(head: Any, cta: Any, ctas: Any) -> Any:
+    """The slot of a head that is one piece of tiles; ``head``: its number among those of all requests."""
+    return 2 * (ctas + cta) + head % 2
 
 
 def _where(condition: Any, a: Any, b: Any) -> Any:
@@ -196,4 +203,6 @@ def _piece(
     count = min(mine - unit, end - position)
     number = owner(start + mine - 1, ctas, total) - origin + 1
     slot = slot_of(cta - origin, origin, None)
+    if number == 1:
+        slot = whole_slot(request * cut.heads + head, cta, ctas)
     return Piece(request, head, first + unit, count, slot, number, origin), count

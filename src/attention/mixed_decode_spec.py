@@ -169,7 +169,8 @@ class MixedDecodeSchedule:
     """How the kernel is cut.
 
     Attributes:
-        stages: tiles in shared memory.
+        stages: tiles' values in shared memory.
+        key_stages: tiles' keys and ΔS there, which are done with sooner.
         part: tokens of a part at least; a request's parts depend on its own length alone.
         ctas: of an SM, at most.
         carveout: percent of an SM's memory that is shared memory, or -1 for the driver's choice, which may leave room
@@ -177,13 +178,14 @@ class MixedDecodeSchedule:
     """
 
     stages: int
+    key_stages: int = 2
     part: int = 256
     ctas: int = 2
     carveout: int = 100
 
     def __post_init__(self) -> None:
         require(
-            self.stages >= 2
+            min(self.stages, self.key_stages) >= 2
             and self.part % TILE == 0
             and self.part > 0
             and self.ctas in (1, 2)
@@ -212,10 +214,10 @@ class MixedDecodeSchedule:
         return processors * (1 if parts <= 2 * processors else self.ctas)
 
     @staticmethod
-    def stage_bytes(spec: MixedDecodeSpec) -> int:
-        """Bytes of a tile of keys, scales, values and ΔS."""
+    def stage_bytes(spec: MixedDecodeSpec) -> tuple[int, int]:
+        """Bytes of a tile's values, and of its keys, scales and ΔS."""
         delta = spec.group * spec.terms * TILE * 2
-        return TILE * (spec.page.row_bytes + spec.page.blocks + spec.page.head_dim) + delta
+        return TILE * spec.page.head_dim, TILE * (spec.page.row_bytes + spec.page.blocks) + delta
 
     @staticmethod
     def fixed_bytes(spec: MixedDecodeSpec) -> int:
@@ -230,7 +232,8 @@ class MixedDecodeSchedule:
 
     def shared_memory(self, spec: MixedDecodeSpec) -> int:
         """Bytes of shared memory of a CTA."""
-        return self.stages * self.stage_bytes(spec) + self.fixed_bytes(spec)
+        values, keys = self.stage_bytes(spec)
+        return self.stages * values + self.key_stages * keys + self.fixed_bytes(spec)
 
 
 def choose_mixed_decode(spec: MixedDecodeSpec) -> MixedDecodeSchedule:
@@ -238,17 +241,27 @@ def choose_mixed_decode(spec: MixedDecodeSpec) -> MixedDecodeSchedule:
 
     One, where two tiles do not fit twice, or where sixteen columns of 128 channels take more registers than two leave.
     """
-    fixed, stage = MixedDecodeSchedule.fixed_bytes(spec), MixedDecodeSchedule.stage_bytes(spec)
-    stages = (SMEM_OF_TWO - fixed) // stage
-    if stages >= 2 and spec.columns * spec.page.head_dim <= 1024:
-        return MixedDecodeSchedule(min(8, stages))
-    stages = (2 * SMEM_OF_TWO - fixed) // stage
+    two = _stages(spec, SMEM_OF_TWO)
+    if two is not None and spec.columns * spec.page.head_dim <= 1024:
+        return MixedDecodeSchedule(*two)
+    one = _stages(spec, 2 * SMEM_OF_TWO)
     require(
-        stages >= 2,
+        one is not None,
         "heads",
         f"{spec.group} for each KV head, {spec.terms} terms of ΔS",
         "two tiles in shared memory",
         "store fewer terms, or repeat the KV heads",
         UnsupportedError,
     )
-    return MixedDecodeSchedule(min(8, stages), ctas=1)
+    return MixedDecodeSchedule(*one, ctas=1)  # type: ignore[misc]  # there is one
+
+
+def _stages(spec: MixedDecodeSpec, room: int) -> tuple[int, int] | None:
+    """Most tiles of values, and of keys as many or one fewer, that fit; None where there are fewer than two."""
+    values, keys = MixedDecodeSchedule.stage_bytes(spec)
+    room -= MixedDecodeSchedule.fixed_bytes(spec)
+    for count in range(8, 1, -1):
+        for other in (count, max(count - 1, 2)):
+            if count * values + other * keys <= room:
+                return count, other
+    return None

@@ -103,7 +103,7 @@ def test_who_waits_for_the_kernel_in_front(name: str) -> None:
     opcodes = [x.opcode for x in code]
     assert opcodes.count("griddepcontrol.launch_dependents") == 1
     waits = opcodes.count("griddepcontrol.wait")
-    # The multiplying warps, and the loading one at its start, before its fresh tiles, or not at all.
-    assert waits == (1 if spec.prefetch and spec.cache == "int4" and spec.append else 2)
+    # The multiplying warps, the scribe, and the loading one at its start, before its fresh tiles, or not at all.
+    assert waits == (2 if spec.prefetch and spec.cache == "int4" and spec.append else 3)
     early = opcodes[: opcodes.index("griddepcontrol.launch_dependents")]
     assert not [x for x in early if re.match(r"(ld|st|cp|atom|red)\.(global|async)", x)]

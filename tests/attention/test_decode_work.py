@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,23 +62,28 @@ def test_pieces_of_a_head_know_each_other(lengths: list[int], cut: Cut, ctas: in
         for number, piece in enumerate(mine):
             assert piece.pieces == len(mine)
             assert piece.origin == mine[0].origin
-            assert piece.slot == slot_of(number, piece.origin, cut.parts)
+            if len(mine) > 1 or cut.parts is not None:
+                assert piece.slot == slot_of(number, piece.origin, cut.parts)
         if len(mine) > 1:
             assert used.isdisjoint(piece.slot for piece in mine)
             used |= {piece.slot for piece in mine}
-    most = 2 * ctas if cut.parts is None else len(lengths) * cut.heads * cut.parts
+    most = 4 * ctas if cut.parts is None else len(lengths) * cut.heads * cut.parts
     assert all(0 <= slot < most for slot in used)
 
 
 @given(LENGTHS, CUTS, CTAS)
 def test_a_slot_is_free_when_it_is_written(lengths: list[int], cut: Cut, ctas: int) -> None:
-    """A CTA's own slots: only its first piece begins within a head, and only its last is left open."""
+    """A CTA's own slots: only its first piece begins within a head, only its last is left open, heads take turns."""
     if cut.parts is not None:
         return
     for mine in pieces(lengths, ctas, cut):
         for piece in mine[1:-1]:
             assert piece.pieces == 1
-        assert sum(piece.slot % 2 == 0 for piece in mine) <= 1
+        shared = [piece.slot for piece in mine if piece.pieces > 1]
+        assert len(set(shared)) == len(shared)
+        whole = [piece.slot for piece in mine if piece.pieces == 1]
+        assert set(whole).isdisjoint(shared)
+        assert all(a != b for a, b in itertools.pairwise(whole))
 
 
 @given(LENGTHS, CUTS, CTAS)

@@ -116,17 +116,18 @@ class TestKernel:
         launch(batch, kernel, ctas=3, seed=1)
         check(batch, kernel)
 
-    @pytest.mark.parametrize("stages", [2, 3])
-    def test_tiles_come_in_any_order(self, stages: int) -> None:
+    @pytest.mark.parametrize(("stages", "keys"), [(2, 2), (3, 2), (3, 3)])
+    def test_tiles_come_in_any_order(self, stages: int, keys: int) -> None:
         """A tile may come after the other warpgroup is done with the next: of a part, and across parts of odd size."""
         case = replace(CASES["plain"], terms=0, kv_heads=1)
         kernel = kernel_of(case)
-        cut = replace(kernel.schedule, stages=stages, part=5 * 128)
-        kernel = replace(kernel, schedule=cut)
         for seed in range(4):
+            part = (5, 5, 1, 3)[seed] * 128
+            cut = replace(kernel.schedule, stages=stages, key_stages=keys, part=part)
+            other = replace(kernel, schedule=cut)
             batch = Batch.draw(case, [1900, 130], 8)
-            launch(batch, kernel, ctas=1, late=0.3, seed=seed or None)
-            check(batch, kernel)
+            launch(batch, other, ctas=1, late=0.3, seed=seed or None)
+            check(batch, other)
 
     def test_kd_17_neither_order_nor_batch_mates_change_bits(self) -> None:
         case = CASES["plain"]
@@ -161,8 +162,9 @@ class TestKernel:
 
     @pytest.mark.parametrize("name", ["plain", "64 channels, page 32, fast8"])
     def test_shared_memory_is_read_behind_what_orders_it(self, name: str) -> None:
-        batch = Batch.draw(CASES[name], [300, 5, 128], 7)
-        launch(batch, races=True, resident=1)
+        for lengths, ctas in (([300, 5, 128], CTAS), ([1100, 513], 2)):
+            batch = Batch.draw(CASES[name], lengths, 7)
+            launch(batch, ctas=ctas, races=True, resident=1)
 
     def test_kd_02_without_queries_the_mean_of_values(self) -> None:
         case = replace(CASES["plain"], terms=0)

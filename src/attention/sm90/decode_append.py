@@ -1,9 +1,9 @@
-"""New rows of an INT4 cache: quantised, used and stored by the warp that multiplies them. Imports the DSL.
+"""New rows of an INT4 cache: quantised and stored by the scribe, used by the warps that multiply. Imports the DSL.
 
-The new rows of a request lie in a 16-bit buffer and their slots hold what they held before. The warp that will come to
-a new token, and has the first columns, rotates and quantises its keys and values before the first tile of the piece is
-there; it stores nibbles and scales in the cache, and keeps them in shared memory (``prepare``). When it comes to the
-sixteen tokens, it puts them in place among the others, which all that share the tokens then multiply (``run``).
+The new rows of a request lie in a 16-bit buffer and their slots hold what they held before. While the tiles of a piece
+are on their way, the scribe rotates and quantises keys and values of the new tokens that are in it; it stores nibbles
+and scales in the cache, and in shared memory (``prepare``). Of the warps that come to the sixteen tokens, the one that
+has the first columns puts them in place among the others, which all that share the tokens then multiply (``run``).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ APPENDED = 2
 
 
 class Appender:
-    """Device code of the new rows."""
+    """Device code of the new rows. ``steps.new_rows`` says where quantised ones are."""
 
-    def __init__(self, spec: DecodeSpec, schedule: DecodeSchedule, place: Any, lane: Any) -> None:
-        self.spec, self.schedule, self.place, self.lane = spec, schedule, place, lane
+    def __init__(self, spec: DecodeSpec, schedule: DecodeSchedule, lane: Any) -> None:
+        self.spec, self.schedule, self.lane = spec, schedule, lane
         self.unit, self.groups = schedule.unit(spec), schedule.groups(spec)
         self.record = Int4Record(self.unit, spec.head_dim)
         self.count = spec.head_dim // 32
@@ -46,11 +46,12 @@ class Appender:
         """Put the new ones of sixteen tokens from ``token`` on in place."""
         rows = self.spec.rows
         if token + 16 > steps.length - rows:
+            ready = self._there(steps)
             for row in cutlass.range(rows, unroll=1):
                 mine = steps.length - (rows - row)
                 there = (mine >= token) & (mine < token + 16) & (mine >= 0)
                 if there & (steps.column == 0):
-                    Appender._put(self, (stage, slab, mine - token), row)
+                    Appender._put(self, (stage, slab, mine - token), ready + row * NEW_ROW_BYTES)
             # The stage is filled again by the asynchronous proxy; and other lanes read these bytes now.
             cute.arch.fence_view_async_shared()
             if cutlass.const_expr(self.groups == 1):
@@ -60,28 +61,35 @@ class Appender:
                     barrier_id=APPENDED + steps.sharer, number_of_threads=32 * self.groups
                 )
 
+    def _there(self, steps: Any) -> Any:
+        """Where the piece's rows are, once the scribe has quantised them."""
+        place, barrier, phase = steps.new_rows()
+        cute.arch.mbarrier_wait(barrier, phase)
+        return place
+
+    def _place(self, steps: Any) -> Any:
+        """Where the piece's rows go."""
+        return steps.new_rows()[0]
+
     @cute.jit
     def prepare(self, steps) -> None:
-        """Quantise the new rows of the piece that this warp will come to."""
+        """Quantise the new rows of a piece."""
         rows, tile = self.spec.rows, self.schedule.tile
         for row in cutlass.range(rows, unroll=1):
             mine = steps.length - (rows - row)
             place = mine - steps.item.first * tile
-            there = (mine >= 0) & (place >= 0) & (place < steps.item.count * tile)
-            sharer = mine % tile // 16 % steps.sharers
-            if there & (steps.column == 0) & (sharer == steps.sharer):
+            if (mine >= 0) & (place >= 0) & (place < steps.item.count * tile):
                 Appender._row(self, steps, row, mine)
         cute.arch.sync_warp()
 
     @cute.jit
-    def _put(self, place, row) -> None:
+    def _put(self, place, source) -> None:
         """Copy a quantised row to its place in a stage."""
         lane = opaque(self.lane)
         stage, slab, within = place
         per_unit = self.unit // 16
         base = stage + slab // per_unit * self.record.bytes
         local = slab % per_unit * 16 + within
-        source = self.place + row * NEW_ROW_BYTES
         words = self.record.row_bytes // 4
         side, word = lane // words, lane % words
         to = self.record.key_row(local) + side * self.record.value_row(0) + word * 4
@@ -96,6 +104,7 @@ class Appender:
     @cute.jit
     def _row(self, steps, row, token) -> None:
         spec, arguments, item = self.spec, steps.arguments, steps.item
+        place = self._place(steps)
         # Anew for each row, or registers hold places all the way.
         lane = opaque(self.lane)
         page, slot, tokens = item.request, token, arguments[at("tokens")]
@@ -116,7 +125,7 @@ class Appender:
             word = pack_nibbles(nibbles, lane)
             first = lane % (8 // self.count) == 0
             part = lane * self.count // 8 * 4
-            here = self.place + row * NEW_ROW_BYTES
+            here = place + row * NEW_ROW_BYTES
             _store_shared(here + (HALF_ROW * side + part), word, Boolean(first))
             _store_shared(
                 here + (2 * HALF_ROW + 4 * side), scale.bitcast(Int32), Boolean(lane == 0)

@@ -4,10 +4,15 @@ One CTA on each SM takes an equal stripe of all tiles of keys (``decode_work``).
 
     warps 0 …    multiply: each takes sixteen tokens of a tile at a time, the rows of A; query rows of one KV head, all
                  its heads and new tokens, are the columns of B (``decode_steps``)
-    last warp    finds pieces, posts them, and streams their keys and values into a ring (``decode_producer``)
+    next warp    finds pieces, posts them, and streams their keys and values into a ring (``decode_producer``)
+    scribe       rotates a piece's queries and quantises its new rows, of records, ahead of the others, and ends pieces
+                 behind them, but the last one (``decode_scribe``)
 
     ring         stages of a tile of keys and values: full[s] counts bytes, empty[s] the warps that multiply
-    mailbox      three pieces: posted[m] one thread, taken[m] the warps that multiply, at the end of a piece
+    mailbox      three pieces: posted[m] one thread, taken[m] the warps that multiply, and the scribe, at a piece's end
+    desk         of every other piece: ready[d] the scribe, with queries, and with what it had to do for the piece two
+                 before, rows[d] likewise, with new rows, left[d] the warps that multiply, when their partial result is
+                 in the workspace
     workspace    partial results of pieces, and a counter for each head of each request (``decode_merge``)
 
 K and V come in natural channel order: queries and outputs are permuted instead, once. The stripe of a CTA ends
@@ -38,11 +43,16 @@ from epicute.attention.decode_spec import CACHES, DecodeSpec
 from epicute.attention.sm90.decode_merge import Merge
 from epicute.attention.sm90.decode_operands import fill_table
 from epicute.attention.sm90.decode_producer import Producer, boxes_of, read_item
-from epicute.attention.sm90.decode_steps import DecodeSteps
+from epicute.attention.sm90.decode_scribe import Scribe
+from epicute.attention.sm90.decode_steps import MERGING, DecodeSteps
 from epicute.epilogues.dsl import opaque
 from epicute.gemm.memory import DSL_DTYPES
 
 __all__ = ["HopperDecode"]
+
+
+STAGE = 0xFF
+"""Bits of a stage's number; the one above is the parity of its turn."""
 
 
 class HopperDecode:
@@ -120,6 +130,8 @@ class HopperDecode:
                 cute.arch.setmaxregister_decrease(TRADED[0])
             if warp == self.schedule.warps:
                 self._produce(loads, shared, barriers, arguments, block, lane)
+            if warp == self.schedule.warps + 1:
+                self._write(shared, barriers, arguments, lane)
         else:
             if cutlass.const_expr(trades):
                 cute.arch.setmaxregister_increase(TRADED[1])
@@ -146,7 +158,9 @@ class HopperDecode:
         )
         counts = {"full": schedule.stages, "empty": schedule.stages}
         counts |= {"posted": MAIL_SLOTS, "taken": MAIL_SLOTS}
+        counts |= {"ready": 2, "rows": 2, "left": 2}
         barriers = {name: allocator.allocate_array(Int64, n) for name, n in counts.items()}
+        shared["rows"] = barriers["rows"]
         return shared, barriers
 
     def _areas(self) -> dict[str, int]:
@@ -156,7 +170,8 @@ class HopperDecode:
         return {
             "table": TABLE_BYTES // 4 if schedule.tabled else 0,
             "merge": schedule.merge_bytes(spec) // 4,
-            "append": schedule.append_bytes(spec) // 4,
+            "append": 2 * schedule.append_bytes(spec) // 4,
+            "queries": 2 * schedule.query_bytes(spec) // 4,
             "stats": 2 * rows,
             "flag": 4,
         }
@@ -177,7 +192,10 @@ class HopperDecode:
                 ("full", schedule.stages, 1),
                 ("empty", schedule.stages, schedule.warps),
                 ("posted", MAIL_SLOTS, 1),
-                ("taken", MAIL_SLOTS, schedule.warps),
+                ("taken", MAIL_SLOTS, schedule.warps + 1),
+                ("ready", 2, 1),
+                ("rows", 2, 1),
+                ("left", 2, schedule.warps),
             ):
                 for i in cutlass.range_constexpr(count):
                     cute.arch.mbarrier_init(barriers[name] + i, arrivals)
@@ -219,58 +237,78 @@ class HopperDecode:
         return found
 
     @cute.jit
+    def _write(self, shared, barriers, arguments, lane) -> None:
+        cute.arch.griddepcontrol_wait()
+        steps, merge = self._steps(shared, Int32(0), lane), self._merge(shared)
+        scribe = Scribe(self.spec, shared, barriers, steps, merge)
+        scribe.run(arguments, lane)
+
+    @cute.jit
     def _consume(self, shared, barriers, arguments, warp, lane) -> None:
         cute.arch.griddepcontrol_wait()
         steps, merge = self._steps(shared, warp, lane), self._merge(shared)
         merge.open(arguments)
-        mail, place, turn = Int32(0), Int32(0), Int32(0)
+        mail, place = Int32(0), Int32(0)
         item = self._next(shared, barriers, mail)
         while item.valid != 0:
-            DecodeSteps.begin(steps, item, arguments)
+            cute.arch.mbarrier_wait(barriers["ready"] + mail % 2, mail // 2 % 2)
+            DecodeSteps.begin(steps, item, arguments, mail)
+            if cutlass.const_expr(self.spec.packed):
+                # Without it, the compiler takes the warps for divergent, and has no uniform registers.
+                cute.arch.barrier(barrier_id=MERGING, number_of_threads=32 * self.schedule.warps)
             for i in cutlass.range(0, item.count, steps.joint, unroll=1):
-                found = [(place, turn)]
+                found = [place]
                 for _ in cutlass.range_constexpr(steps.joint):
-                    found.append(self._following(*found[-1]))
+                    found.append(self._following(found[-1]))
                 left = item.count - i
-                cute.arch.mbarrier_wait(barriers["full"] + place, turn)
+                self._wait_if(barriers["full"], found[0], True)
                 if cutlass.const_expr(steps.joint > 1):
-                    self._wait_if(barriers["full"], *found[1], left > 1)
+                    self._wait_if(barriers["full"], found[1], left > 1)
                 stages = [
-                    shared["ring"] + at_stage * self.schedule.stage_bytes(self.spec)
-                    for at_stage, _ in found[: steps.joint]
+                    shared["ring"] + (x & STAGE) * self.schedule.stage_bytes(self.spec)
+                    for x in found[: steps.joint]
                 ]
                 DecodeSteps.take(steps, stages, item.first + i, left)
                 cute.arch.sync_warp()
-                self._arrive_if(barriers["empty"], place, lane == 0)
-                place, turn = found[1]
+                # The last stage is kept, as the place where warps meet.
+                self._arrive_if(barriers["empty"], found[0] & STAGE, (lane == 0) & (left > 1))
+                place = found[1]
                 if cutlass.const_expr(steps.joint > 1):
-                    second = left > 1
-                    self._arrive_if(barriers["empty"], place, (lane == 0) & second)
-                    place = Int32(cutlass.select_(second, found[2][0], place))
-                    turn = Int32(cutlass.select_(second, found[2][1], turn))
-            DecodeSteps.settle(steps)
+                    self._arrive_if(barriers["empty"], place & STAGE, (lane == 0) & (left > 2))
+                    place = Int32(cutlass.select_(left > 1, found[2], place))
+            held = place & STAGE
+            held = Int32(cutlass.select_(held == 0, Int32(self.schedule.stages), held)) - 1
+            type(steps)._settle(steps)
             # Anew, or registers hold the item through its tiles, and through the meeting of the warps.
             item = read_item(shared["mail"], opaque(mail) % MAIL_SLOTS)
+            if cutlass.const_expr(self.schedule.borrows(self.spec)):
+                stage = shared["ring"] + held * self.schedule.stage_bytes(self.spec)
+                Merge.borrow(merge, stage)
             Merge.meet(merge, steps, item.slot, arguments)
-            item = read_item(shared["mail"], opaque(mail) % MAIL_SLOTS)
-            DecodeSteps.read(steps, item)
-            Merge.run(merge, steps, item, arguments)
+            # The stage is filled again by the asynchronous proxy.
+            cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
+            self._arrive_if(barriers["empty"], held, lane == 0)
+            item = read_item(shared["mail"], opaque(mail) % MAIL_SLOTS)
+            if item.final != 0:
+                Merge.run(merge, item, arguments)
+            cute.arch.sync_warp()
+            self._arrive_if(barriers["left"], mail % 2, lane == 0)
             self._arrive_if(barriers["taken"], mail % MAIL_SLOTS, lane == 0)
             mail += 1
             item = self._next(shared, barriers, mail)
         merge.close(arguments, lane)
 
-    def _following(self, place: Any, turn: Any) -> tuple[Any, Any]:
-        """The stage behind one, and the parity of its turn."""
-        wraps = place + 1 == self.schedule.stages
-        following = Int32(cutlass.select_(wraps, Int32(0), place + 1))
-        return following, Int32(cutlass.select_(wraps, turn ^ 1, turn))
+    def _following(self, place: Any) -> Any:
+        """What is behind a stage with the parity of its turn, one number as registers are few."""
+        wraps = (place & STAGE) + 1 == self.schedule.stages
+        first = (place ^ (STAGE + 1)) - (self.schedule.stages - 1)
+        return Int32(cutlass.select_(wraps, first, place + 1))
 
     @cute.jit
-    def _wait_if(self, barriers, place, turn, condition) -> None:
+    def _wait_if(self, barriers, place, condition) -> None:
         if condition:
-            cute.arch.mbarrier_wait(barriers + place, turn)
+            cute.arch.mbarrier_wait(barriers + (place & STAGE), place // (STAGE + 1))
 
     @cute.jit
     def _arrive_if(self, barriers, place, condition) -> None:

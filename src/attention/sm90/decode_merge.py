@@ -4,7 +4,10 @@
                 added in order of the warps
     CTA         maximum, sum and outputs of each column to its slot in the workspace
     counter     each CTA adds one; who finds that all others have been, merges, and sets it back to zero
-    merging     a warp for each column: partial results in order of their keys, whoever merges them
+    merging     partial results in order of their keys, whoever merges them
+
+The last two are the scribe's while the others go on with the next piece (``alone``), and of a CTA's last piece
+everybody's, a warp for each column (``run``).
 
 No float is added atomically, and bits do not depend on who comes last.
 """
@@ -21,8 +24,8 @@ from epicute.attention.decode_fragments import local_channel, natural_channel
 from epicute.attention.decode_schedule import DecodeSchedule
 from epicute.attention.decode_spec import DecodeSpec
 from epicute.attention.decode_work import slot_of
-from epicute.attention.sm90.decode_ptx import shared_load, shared_store
-from epicute.attention.sm90.decode_steps import MERGING, DecodeSteps, load_float
+from epicute.attention.sm90.decode_ptx import load_float, shared_load, shared_store
+from epicute.attention.sm90.decode_steps import MERGING, DecodeSteps
 from epicute.attention.sm90.softmax import LOG2_E, exp2, fma, maximum
 from epicute.attention.sm90.store import store_float_if
 from epicute.epilogues.dsl import opaque, pack_words, pure_asm
@@ -67,6 +70,10 @@ class Merge:
             self.inverse = reciprocal(load_float(arguments[at("out_scale")]))
             self.peak, self.saturated, self.nans = Peak(NOTHING), Tally(), Tally()
 
+    def borrow(self, stage: Any) -> None:
+        """Meet at ``stage``."""
+        self.shared = {**self.shared, "merge": stage}
+
     def close(self, arguments: Any, lane: Any) -> None:
         """Add the warp's share to the maximum and the counters in memory."""
         if not self.spec.out_is_fp8:
@@ -83,16 +90,39 @@ class Merge:
         self._meet(steps, slot, arguments)
 
     @cute.jit
-    def run(self, steps, item, arguments) -> None:
-        """End a piece behind ``meet``."""
+    def run(self, item, arguments) -> None:
+        """End a piece behind ``meet``, all warps that multiply together."""
         self._settle()
         last = Merge._arrive(self, item, arguments)
         if last != 0:
             for i in cutlass.range(-(-self.columns // self.schedule.warps), unroll=1):
                 column = i * self.schedule.warps + self.warp
-                there = steps.block * steps.block_columns + column
-                if (column < self.columns) & (there < self.spec.columns):
-                    Merge._finish(self, steps, item, arguments, column)
+                if (column < self.columns) & (self._number(item, column) < self.spec.columns):
+                    Merge._finish(self, item, arguments, column, 1)
+
+    @cute.jit
+    def alone(self, item, arguments) -> None:
+        """End a piece whose partial result others have left: one warp."""
+        self._settle()
+        last = cute.make_rmem_tensor(1, Int32)
+        last[0] = Int32(1)
+        if item.pieces > 1:
+            found = cute.make_rmem_tensor(1, Int32)
+            found[0] = Int32(0)
+            if self.lane == 0:
+                found[0] = Merge._count(self, item, arguments)
+            cute.arch.sync_warp()
+            last[0] = cute.arch.shuffle_sync(found[0], 0)
+        if last[0] != 0:
+            # Two at a time, as none of their loads waits for another.
+            together = 1 if self.schedule.trades(self.spec) else min(2, self.live)
+            for i in cutlass.range(-(-self.live // together), unroll=1):
+                Merge._finish(self, item, arguments, i * together, together)
+
+    def _number(self, item: Any, column: Any) -> Any:
+        """Of a column of the CTA among those of the KV head."""
+        block = item.head % self.schedule.blocks(self.spec)
+        return block * self.schedule.block_columns(self.spec) + column
 
     def _settle(self) -> None:
         """Say which thread this is: anew for each piece, or registers hold places all the way through its tiles."""
@@ -213,39 +243,56 @@ class Merge:
             # All of the CTA has stored, in the last of the barriers before; what one thread then releases and
             # acquires, it does for all.
             if self.thread == 0:
-                heads = self.spec.kv_heads * self.schedule.blocks(self.spec)
-                place = Int64(item.request) * heads + Int64(item.head)
-                counter = cute.make_ptr(
-                    Int32,
-                    arguments[at("counters")] + place * 4,
-                    cute.AddressSpace.gmem,
-                    assumed_align=4,
-                )
-                before = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
-                found = Int32(before == item.pieces - 1)
-                if found != 0:
-                    cute.make_tensor(counter, cute.make_layout(1))[0] = Int32(0)
-                shared_store(Int32, self.shared["flag"], [found])
+                shared_store(Int32, self.shared["flag"], [Merge._count(self, item, arguments)])
             self._barrier()
             last[0] = shared_load(Int32, self.shared["flag"])[0]
         return last[0]
 
     @cute.jit
-    def _finish(self, steps, item, arguments, column) -> None:
-        """Merge a column's partial results, and write what becomes of them."""
-        spec, lane = self.spec, self.lane
+    def _count(self, item, arguments) -> Int32:
+        """One thread adds its CTA to those that have been; whether all have."""
+        heads = self.spec.kv_heads * self.schedule.blocks(self.spec)
+        place = Int64(item.request) * heads + Int64(item.head)
+        counter = cute.make_ptr(
+            Int32, arguments[at("counters")] + place * 4, cute.AddressSpace.gmem, assumed_align=4
+        )
+        before = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
+        found = Int32(before == item.pieces - 1)
+        if found != 0:
+            cute.make_tensor(counter, cute.make_layout(1))[0] = Int32(0)
+        return found
+
+    @cute.jit
+    def _finish(self, item, arguments, first, count) -> None:
+        """Merge the partial results of ``count`` columns from ``first`` on, and write what becomes of them."""
+        sums = [self._sums() for _ in range(count)]
+        # No load waits for another one: the reference follows the maximum from piece to piece.
+        for number in cutlass.range(item.pieces, unroll=4):
+            for i in cutlass.range_constexpr(count):
+                column = cutlass.min(first + i, self.columns - 1)
+                self._add(item, arguments, column, self.lane, number, sums[i])
+        for i in cutlass.range_constexpr(count):
+            if (first + i < self.live) & (self._number(item, first + i) < self.spec.columns):
+                Merge._write(self, item, arguments, first + i, sums[i])
+
+    def _sums(self) -> tuple[Any, Any, Any]:
+        """(outputs, total, maximum) of nothing."""
         out = cute.make_rmem_tensor(self.width * self.vectors, Float32)
         total, best = (cute.make_rmem_tensor(1, Float32) for _ in range(2))
         out.fill(0.0)
         total.fill(0.0)
         best.fill(-Float32.inf)
-        # No load waits for another one: the reference follows the maximum from piece to piece.
-        for number in cutlass.range(item.pieces, unroll=4):
-            self._add(item, arguments, column, lane, number, (out, total, best))
+        return out, total, best
+
+    @cute.jit
+    def _write(self, item, arguments, column, sums) -> None:
+        """Write what becomes of a column's sums."""
+        spec, lane = self.spec, self.lane
+        out, total, best = sums
         nothing = best[0] == -Float32.inf
         zero = Float32(cutlass.select_(nothing, Float32(0.0), best[0]))
-        there = steps.block * steps.block_columns + column
-        row, head = there // spec.group, steps.kv_head * spec.group + there % spec.group
+        there, kv_head = self._number(item, column), item.head // self.schedule.blocks(spec)
+        row, head = there // spec.group, kv_head * spec.group + there % spec.group
         factor, lse = self._normaliser(total[0], zero, nothing, head, arguments)
         if cutlass.const_expr(spec.lse):
             address = (
@@ -255,7 +302,7 @@ class Merge:
             ) * 4 + arguments[at("lse")]
             store_float_if(address, lse, Boolean(lane == 0))
         if cutlass.const_expr(spec.cache == "fp8"):
-            factor = factor * load_float(arguments[at("v_scale")] + Int64(steps.kv_head) * 4)
+            factor = factor * load_float(arguments[at("v_scale")] + Int64(kv_head) * 4)
         values = [out[i] * factor for i in range(self.width * self.vectors)]
         if cutlass.const_expr(spec.rotation > 0 and not spec.values_folded):
             values = butterfly(values, spec.rotation, lane, spec.head_dim // 32)
@@ -266,9 +313,13 @@ class Merge:
         ) * spec.out_dtype.itemsize + arguments[at("out")]
         self._store(values, address, lane, Boolean(item.length > 0))
 
-    def _stats(self, item: Any, arguments: Any, column: Any, number: Any) -> Any:
-        """Address of a piece's maximum and sum."""
+    def _slot(self, item: Any, number: Any) -> Any:
+        """The slot of a head's ``number``-th piece, ``item`` being one of them."""
         slot = slot_of(number, item.origin, self.schedule.parts(self.spec))
+        return Int32(cutlass.select_(item.pieces == 1, item.slot, Int32(slot)))
+
+    def _stats(self, slot: Any, arguments: Any, column: Any) -> Any:
+        """Address of a piece's maximum and sum."""
         return arguments[at("stats")] + (Int64(slot) * self.columns + Int64(column)) * 8
 
     def _add(
@@ -276,14 +327,14 @@ class Merge:
     ) -> None:
         """Add a piece's sum and outputs."""
         out, total, best = sums
-        address = self._stats(item, arguments, column, number)
+        slot = self._slot(item, number)
+        address = self._stats(slot, arguments, column)
         mine, part = _load_global(address, 2)
         old, new = best[0], maximum(best[0], mine)
         zero = Float32(cutlass.select_(new == -Float32.inf, Float32(0.0), new))
         before, weight = exp2(old - zero), exp2(mine - zero)
         best[0] = new
         total[0] = fma(weight, part, total[0] * before)
-        slot = slot_of(number, item.origin, self.schedule.parts(self.spec))
         place = (Int64(slot) * self.columns + Int64(column)) * self.spec.head_dim
         for v in range(self.vectors):
             channel = (v * 32 + lane) * self.width

@@ -24,18 +24,14 @@ from epicute.attention.sm90.decode_ptx import (
     shared_store,
     shift_right,
 )
-from epicute.attention.sm90.softmax import fma
-from epicute.epilogues.dsl import pack_words, pure_asm
+from epicute.epilogues.dsl import pack_words
 from epicute.kv.append_row import butterfly, unpack_halves
 from epicute.layouts.kv_int4 import SCALE_BYTES, ZERO_CODE, Int4Record, nibble_of_channel
 from epicute.quant.dsl import magnitude, maximum, multiply
 
-__all__ = ["Operands", "fill_table", "operands_of", "query_place"]
+__all__ = ["Operands", "fill_table", "level_of", "query_place"]
 
 KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
-
-QUERY_UNIT = 15000.0
-"""Of a query between -2 and 2: 17/16 of its largest integer still has 16 bits."""
 
 EXPONENT, LARGEST, ONE = 0x7F800000, 0x7E800000, 0x3F800000
 """Of a float32: the bits of its exponent; 2^126; 1."""
@@ -70,11 +66,13 @@ class Operands:
         """(B operand of each step, factor of the logits) of this lane's column, whose row of q is at ``address``."""
         raise NotImplementedError
 
-    def prepare(self, address: Any, inside: Any, scale: Any, row: Any, levels: Any) -> None:
+    def prepare(
+        self, address: Any, inside: Any, scale: Any, row: Any, levels: Any, mine: Any
+    ) -> None:
         """A whole warp rotates a row of q, where queries are ``shared``, and leaves it at ``row``.
 
-        What products with keys are multiplied by goes to ``levels``; where sums of codes begin, which is minus the
-        product with codes of zero, an int32, as many words further as the CTA has columns.
+        What products with keys are multiplied by goes to ``levels``, of lanes that are ``mine``; where sums of codes
+        begin, which is minus the product with codes of zero, an int32, two words further.
         """
         raise NotImplementedError
 
@@ -310,15 +308,18 @@ class Int4Operands(Operands):
         words = load_words(address + Int64(lane * (2 * count)), width, 4 * width, width, inside)
         return butterfly(unpack_halves(words, spec.dtype), spec.rotation, lane, count)
 
-    def prepare(self, address: Any, inside: Any, scale: Any, row: Any, levels: Any) -> None:
+    def prepare(
+        self, address: Any, inside: Any, scale: Any, row: Any, levels: Any, mine: Any
+    ) -> None:
         lanes = self._rotated(address, inside)
         lanes, power = self._normalised(lanes, (1, 2, 4, 8, 16))
         self._put_query(row, self.lane * len(lanes), pack_words(lanes, "f16"))
-        self._put_levels(levels, power * scale, Int32(0))
+        self.put_levels(levels, mine, power * scale, Int32(0))
 
-    def _put_levels(self, levels: Any, factor: Any, origin: Any) -> None:
-        shared_store(Float32, levels, [factor])
-        shared_store(Int32, levels + 4 * self.schedule.columns(self.spec), [origin])
+    def put_levels(self, levels: Any, mine: Any, factor: Any, origin: Any) -> None:
+        """Where a lane is ``mine``, store what products with keys are multiplied by, and where sums of codes begin."""
+        _store_if(levels, factor.bitcast(Int32), mine)
+        _store_if(levels + 8, origin, mine)
 
     def _put_query(self, row: Any, channel: Any, words: list[Any]) -> None:
         """Store adjacent channels from ``channel`` on."""
@@ -330,102 +331,23 @@ class Int4Operands(Operands):
         return [words[:2], words[2:]]
 
 
-class CodeOperands(Int4Operands):
-    """Records of nibbles that are hardly unpacked: two channels that share a byte, 16h + l, are taken together.
-
-        keys      bytes as they are, and their low nibbles, are unsigned 8-bit operands of integer products, which are
-                  exact. h · a + l · b = (16h + l) · a/16 + l · (b - a/16): a query has a factor of bytes and one of low
-                  nibbles, of 16 bits each, in two planes of signed bytes
-        values    bytes and low nibbles are float16 by a mask: u at bit 0 of a half is u · 2^-24, subnormal, and as
-                  exact as others. Outputs of h are what is left of those of bytes, at the end of a piece
-
-    The nibble of the value 0, 8, is taken out of sums: of logits where they begin, of outputs at the end of a piece, by
-    a product of the same exponentials with nothing but eights (``value_zero``).
-    """
-
-    joint, codes = 2, True
-    value_zero: int | None = 0x00080008
-
-    def key_codes(self, step: int) -> list[Any]:
-        """The A operand of step ``step`` of low nibbles; of the same channels' bytes, as many steps further."""
-        low, half = divmod(step, self.run // 2)
-        words = [row[w] for w in range(2) for row in self._key_pairs(half)]
-        return words if low else [w & 0x0F0F0F0F for w in words]
-
-    def _key_pairs(self, half: int) -> list[list[Any]]:
-        """Two words of each of the two tokens."""
-        if self.run == 2:
-            return [a + b for a, b in zip(self._keys(0), self._keys(1), strict=True)]
-        return self._keys(half)
-
-    def value(self, tile: int, kept: list[Any] | None) -> list[Any]:
-        # Codes are finite whatever memory holds, and need no mask.
-        words = self.merged[tile // 4]
-        if tile % 4 > 1:
-            words = [permute_bytes(w, Int32(0), 0x4341) for w in words]
-        if tile % 4 != 3:
-            words = [w & (0x00FF00FF if tile % 2 else 0x000F000F) for w in words]
-        return words
-
-    def prepare(self, address: Any, inside: Any, scale: Any, row: Any, levels: Any) -> None:
-        lanes = self._rotated(address, inside)
-        infinite = Boolean(False)
-        for x in lanes:
-            infinite = infinite | (magnitude(x, -1.0) < 0.0)
-        lanes, power = self._normalised(lanes, (1, 2, 4, 8, 16), QUERY_UNIT)
-        # Integers have no NaN.
-        spoiled = cute.arch.vote_any_sync(Boolean(infinite))
-        power = Float32(cutlass.select_(spoiled, Float32(float("nan")), power))
-        four, last = lanes, Boolean(True)
-        if len(lanes) == 2:
-            # Neighbours have the two halves of a byte's channels; either makes all.
-            other = [cute.arch.shuffle_sync_bfly(x, 1) for x in lanes]
-            last = Boolean(self.lane % 2 == 1)
-            both = [(x, y) for x, y in zip(lanes, other, strict=True)]
-            four = [Float32(cutlass.select_(last, y, x)) for x, y in both]
-            four += [Float32(cutlass.select_(last, x, y)) for x, y in both]
-        high = [_rounded(x) for x in four[2:]]
-        low = [_rounded(fma(h.to(Float32), -1.0 / 16.0, x)) for x, h in zip(four, high, strict=False)]
-        origin = (high[0] + high[1]) * 136 + (low[0] + low[1]) * 128
-        origin = Int32(cutlass.select_(last, origin, Int32(0)))
-        origin = cute.arch.warp_redux_sync(origin, "add")
-        self._put_planes(row, low, high)
-        self._put_levels(levels, power * scale * (1.0 / (16.0 * QUERY_UNIT)), -origin)
-
-    def _put_planes(self, row: Any, low: list[Any], high: list[Any]) -> None:
-        """Store factors of two bytes: those of a word are in lanes beside each other."""
-        distance = 4 // self.run
-        place = self.lane // distance
-        word, second = place // 2, place % 2
-        words = []
-        for pair in (low, high):
-            upper = [x + 128 >> 8 for x in pair]
-            for plane in (upper, pair):
-                some = plane[0] & 0xFF | (plane[1] & 0xFF) << 16
-                some = some << 8 * second
-                words.append(some | cute.arch.shuffle_sync_bfly(some, distance))
-        t, w = word // self.run, word % self.run
-        start = row + query_place(t * (self.spec.head_dim // 4), self.spec.head_dim)
-        first = start + (w // 2 * 16 + w % 2 * 4)
-        _store_planes(first, words, 8 * self.run, Boolean(self.lane % (2 * distance) == 0))
-
-
-@cute.jit
-def _store_planes(first: Int32, words: list, further: cutlass.Constexpr, condition: Boolean) -> None:
-    """Two planes of low nibbles' factors, and ``further`` of bytes'."""
-    if condition:
-        for i in cutlass.range_constexpr(4):
-            shared_store(Int32, first + (i // 2 * further + i % 2 * 8), [words[i]])
-
-
-def _rounded(x: Any) -> Any:
-    """The nearest integer."""
-    return pure_asm("cvt.rni.s32.f32 $0, $1;", "=r,f", Int32, x)
-
-
 def query_place(channel: Any, head_dim: int) -> Any:
     """Byte of a channel in a rotated query: quarters of the row lie 16 bytes apart, and meet in no bank."""
     return channel * 2 + channel // (head_dim // 4) * 16
+
+
+def level_of(
+    rows: Any, column: Any, lane: Any, spec: DecodeSpec, schedule: DecodeSchedule
+) -> tuple[Any, Any]:
+    """Where a lane of the scribe puts a column's two words, and whether it does: each has one of eight rows.
+
+    They are behind a quarter of every row; two factors and two origins of neighbours lie together.
+    """
+    row = column // 8 * 8 + lane
+    quarter = query_place(column // 2 % 4 * (spec.head_dim // 4), spec.head_dim)
+    place = rows + row * schedule.query_pitch(spec) + quarter
+    inside = (lane < 8) & (row < schedule.live_columns(spec))
+    return place + (spec.head_dim // 2 + column % 2 * 4), Boolean(inside)
 
 
 def load_words(address: Any, count: int, step: int, width: int, inside: Any) -> list[Any]:
@@ -507,12 +429,3 @@ def fill_table(table: Any, thread: Any, threads: int) -> None:
 def _store_if(address: Int32, word: Int32, condition: cutlass.Boolean) -> None:
     if condition:
         shared_store(Int32, address, [word])
-
-
-def operands_of(spec: DecodeSpec, schedule: DecodeSchedule, lane: Any, table: Any) -> Operands:
-    """The operands of a spec's cache. ``table``: address of the tables, where the schedule has them."""
-    if schedule.tabled:
-        return TableOperands(spec, schedule, lane, table)
-    if spec.packed:
-        return CodeOperands(spec, schedule, lane)
-    return (Fp8Operands if spec.cache == "fp8" else HalfOperands)(spec, schedule, lane)

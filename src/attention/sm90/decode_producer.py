@@ -22,6 +22,7 @@ from epicute.attention.decode_work import (
     stripe,
     tile_span,
     units_of,
+    whole_slot,
 )
 from epicute.attention.sm90.decode_ptx import bulk_copy
 from epicute.attention.sm90.scheduler import load_int
@@ -33,7 +34,10 @@ LANES = 32
 
 
 class Item(NamedTuple):
-    """A piece in shared memory. ``valid``: 0 behind the last one; ``length``: keys of the request."""
+    """A piece in shared memory.
+
+    ``valid``: 0 behind the last one; ``length``: keys of the request; ``final``: whether it is the CTA's last one.
+    """
 
     valid: Any
     request: Any
@@ -44,6 +48,7 @@ class Item(NamedTuple):
     slot: Any
     pieces: Any
     origin: Any
+    final: Any
 
 
 def read_item(mail: Any, place: Any) -> Item:
@@ -141,14 +146,19 @@ class Producer:
             count = cutlass.min(each, tiles - unit * each)
             slot = slot_of(unit, origin, cut.parts)
             place = first + unit * each
-            return Item(Int32(1), number, head, place, count, length, slot, units, origin), 1
+            final = position + 1 >= end
+            return Item(Int32(1), number, head, place, count, length, slot, units, origin, final), 1
         start = base + head * units
         origin = owner(start, ctas, total)
         count = cutlass.min(units - unit, end - position)
         pieces = owner(start + units - 1, ctas, total) - origin + 1
+        whole = whole_slot(number * cut.heads + head, cta, ctas)
         slot = slot_of(cta - origin, origin, None)
+        slot = Int32(cutlass.select_(pieces == 1, Int32(whole), Int32(slot)))
         place = first + unit
-        return Item(Int32(1), number, head, place, count, length, slot, pieces, origin), count
+        final = position + count >= end
+        item = Item(Int32(1), number, head, place, count, length, slot, pieces, origin, final)
+        return item, count
 
     @cute.jit
     def _post(self, item, mail, lane) -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "bulk_copy",
     "fma_pair",
     "halves_of_codes",
+    "load_float",
     "load_matrices",
     "mask_or",
     "multiply",
@@ -166,3 +167,9 @@ def bulk_copy(target: Any, source: Any, size: Any, barrier: Any) -> None:
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )
+
+
+def load_float(address: Any) -> Any:
+    """One float32 of global memory."""
+    pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
+    return cute.make_tensor(pointer, cute.make_layout(1))[0]

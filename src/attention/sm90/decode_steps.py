@@ -28,8 +28,16 @@ from epicute.attention.decode_fragments import row_token
 from epicute.attention.decode_schedule import DecodeSchedule
 from epicute.attention.decode_spec import DecodeSpec
 from epicute.attention.sm90.decode_append import Appender
-from epicute.attention.sm90.decode_operands import Operands, operands_of
-from epicute.attention.sm90.decode_ptx import multiply, multiply_codes, shared_load, turn_matrix
+from epicute.attention.sm90.decode_codes import operands_of
+from epicute.attention.sm90.decode_operands import Operands, level_of, query_place
+from epicute.attention.sm90.decode_ptx import (
+    load_float,
+    multiply,
+    multiply_codes,
+    shared_load,
+    turn_matrix,
+)
+from epicute.attention.sm90.decode_references import UNSEEN, move_references
 from epicute.attention.sm90.softmax import LOG2_E, exp2, fma, maximum
 from epicute.epilogues.dsl import opaque, pack_words, pure_asm
 
@@ -41,10 +49,6 @@ MERGING = 1
 LEAST_SCALE = 2.0**-96
 """Of a token's values: what is below is taken for it, so that float32 holds the sum where no token has a value, and a
 token of none still counts in it beside others."""
-
-
-UNSEEN = -(2.0**-30)
-"""A bias that is no whole number, and too small to be seen in a logit that is rounded up."""
 
 
 class DecodeSteps:
@@ -93,22 +97,36 @@ class DecodeSteps:
         )
         self.limit = cute.make_rmem_tensor(1, Float32)
         if spec.append:
-            self.appender = Appender(spec, schedule, shared["append"], lane)
+            self.appender = Appender(spec, schedule, lane)
+        # Whose rotation of queries others share, whatever multiplies them.
+        self.preparer: Any = operands
 
-    def begin(self, item: Any, arguments: Any) -> None:
-        """Set out on a piece: its queries, and nothing seen yet."""
-        spec = self.spec
+    def open(self, item: Any, arguments: Any, turn: Any) -> None:
+        """Say which piece it is, and where what the scribe makes of its queries and new rows is."""
         self.arguments = arguments
         DecodeSteps.read(self, item)
         self.length = item.length
+        self.turn = turn
+        if self.spec.packed:
+            self.prepared = self.shared["queries"] + turn % 2 * self.schedule.query_bytes(self.spec)
+
+    def new_rows(self) -> tuple[Any, Any, Any]:
+        """(where quantised new rows are, the barrier that tells when, its phase)."""
+        # Anew each time, or registers hold it through the tiles.
+        turn = opaque(self.turn)
+        place = self.shared["append"] + turn % 2 * self.schedule.append_bytes(self.spec)
+        return place, self.shared["rows"] + turn % 2, turn // 2 % 2
+
+    def begin(self, item: Any, arguments: Any, turn: Any) -> None:
+        """Set out on the ``turn``-th piece: its queries, and nothing seen yet."""
+        spec = self.spec
+        DecodeSteps.open(self, item, arguments, turn)
         self.until = item.length - (spec.rows - 1 + spec.append)
         self.since, self.since_all = Int32(0), Int32(0)
         if spec.window is not None:
             self.since = cutlass.max(item.length - (spec.rows + spec.window - 1), 0)
             self.since_all = item.length - spec.window
         self._load_query()
-        if spec.append:
-            Appender.prepare(self.appender, self)
         self.maximum.fill(-Float32.inf)
         self.bias.fill(UNSEEN)
         self.limit.fill(-Float32.inf)
@@ -122,14 +140,11 @@ class DecodeSteps:
         self.kv_head, self.block = item.head // blocks, item.head % blocks
 
     def _load_query(self) -> None:
-        spec, arguments = self.spec, self.arguments
-        slope = LOG2_E if spec.softcap is None else 2.0 * LOG2_E / spec.softcap
-        scale = Float32(spec.scale * slope)
-        if spec.cache == "fp8":
-            scale = scale * load_float(arguments[at("k_scale")] + Int64(self.kv_head) * 4)
+        spec = self.spec
         if self.operands.shared:
-            self._share_query(scale)
+            self._find_queries()
             return
+        scale = self._scale()
         for j in range(self.columns):
             column = self.block * self.block_columns + self.column + 8 * j + self.lane // 4
             address = self._row_of_query(column)
@@ -138,6 +153,16 @@ class DecodeSteps:
             for e in range(2):
                 source = self.lane % 4 * 8 + 4 * e
                 self.factor[2 * j + e] = cute.arch.shuffle_sync(power, source) * scale
+
+    def _scale(self) -> Any:
+        """What logits are multiplied by, to be exponents of two."""
+        spec = self.spec
+        slope = LOG2_E if spec.softcap is None else 2.0 * LOG2_E / spec.softcap
+        scale = Float32(spec.scale * slope)
+        if spec.cache == "fp8":
+            address = self.arguments[at("k_scale")] + Int64(self.kv_head) * 4
+            scale = scale * load_float(address)
+        return scale
 
     def _row_of_query(self, column: Any) -> Any:
         """Address of the row of q in a column of the KV head."""
@@ -155,26 +180,41 @@ class DecodeSteps:
             for h in range(2):
                 self.query[(j * self.steps + s) * 2 + h] = pair[h]
 
-    def _share_query(self, scale: Any) -> None:
-        """Rows that are rotated: a warp takes some for all, as what it takes to rotate them is much."""
-        columns, pitch = self.schedule.columns(self.spec), self.schedule.query_pitch(self.spec)
-        rows = self.shared["merge"]
-        levels = rows + columns * pitch
-        self.queries = rows + (self.column + self.lane // 4) * pitch
-        self.levels = levels + (self.column + self.lane % 4 * 2) * 4
-        DecodeSteps._prepare(self, scale, rows, levels)
-        cute.arch.barrier(barrier_id=MERGING, number_of_threads=32 * self.schedule.warps)
+    def _find_queries(self) -> None:
+        """Where the lane's rotated queries are; lanes of columns that pad read others' rows, times 0."""
+        live, pitch = self.schedule.live_columns(self.spec), self.schedule.query_pitch(self.spec)
+        columns = [self.column + 8 * j + self.lane // 4 for j in range(self.columns)]
+        self.queries = [self.prepared + cutlass.min(c, live - 1) * pitch for c in columns]
+
+    @cute.jit
+    def prepare(self) -> None:
+        """A warp rotates the queries of a piece; those that pad, in blocks that are not full, are zeros."""
+        spec, scale, pitch = self.spec, self._scale(), self.schedule.query_pitch(self.spec)
+        live = self.schedule.live_columns(spec)
+        for mine in cutlass.range(live, unroll=4):
+            column = self.block * self.block_columns + mine
+            address, inside = self._row_of_query(column), Boolean(column < spec.columns)
+            level = level_of(self.prepared, mine, self.lane, spec, self.schedule)
+            row = self.prepared + mine * pitch
+            self.preparer.prepare(address, inside, scale, row, *level)
+        for pad in cutlass.range(live, self.schedule.columns(spec), unroll=1):
+            level = level_of(self.prepared, pad, self.lane, spec, self.schedule)
+            self.preparer.put_levels(*level, Float32(0.0), Int32(0))
+
+    def _levels(self) -> list[Any]:
+        """Where the lane's columns have factors and origins: behind the lane's quarter of every row."""
+        behind = query_place(self.lane % 4 * (self.spec.head_dim // 4), self.spec.head_dim)
+        return [row + (behind + self.spec.head_dim // 2) for row in self.queries]
 
     def _factors(self) -> list[list[Any]]:
         """What products with keys are multiplied by, in the lane's two of each eight columns."""
         if self.operands.shared:
-            return [shared_load(Float32, self.levels + 32 * j, 2) for j in range(self.columns)]
+            return [shared_load(Float32, place, 2) for place in self._levels()]
         return [[self.factor[2 * j + e] for e in range(2)] for j in range(self.columns)]
 
     def _origins(self) -> list[list[Any]]:
         """Where sums of codes begin, likewise."""
-        first = self.levels + self.schedule.columns(self.spec) * 4
-        return [shared_load(Int32, first + 32 * j, 2) for j in range(self.columns)]
+        return [shared_load(Int32, place + 8, 2) for place in self._levels()]
 
     @cute.jit
     def _prepare(self, scale, rows, levels) -> None:
@@ -185,7 +225,7 @@ class DecodeSteps:
             column = self.block * self.block_columns + mine
             address, inside = self._row_of_query(column), Boolean(column < self.spec.columns)
             places = rows + mine * pitch, levels + mine * 4
-            self.operands.prepare(address, inside, scale, *places)
+            self.preparer.prepare(address, inside, scale, *places)
 
     def _queries(self, step: int) -> list[list[list[Any]]]:
         """B operands of an even step and the next, of each eight columns."""
@@ -193,10 +233,7 @@ class DecodeSteps:
         if not self.operands.shared:
             places = [[(j * self.steps + s) * 2 for j in range(self.columns)] for s in steps]
             return [[[self.query[p], self.query[p + 1]] for p in some] for some in places]
-        further = 8 * self.schedule.query_pitch(self.spec)
-        found = [
-            self.operands.prepared(self.queries + j * further, step) for j in range(self.columns)
-        ]
+        found = [self.operands.prepared(row, step) for row in self.queries]
         return [[pairs[i] for pairs in found] for i in range(len(steps))]
 
     @cute.jit
@@ -224,7 +261,7 @@ class DecodeSteps:
         if (left > 1) & (token >= self.since_all) & (further + 16 <= self.until):
             self._take(stages, slab, token, False)
         else:
-            for i in cutlass.range(cutlass.min(left, 2), unroll=1):
+            for i in cutlass.range(cutlass.select_(left > 1, Int32(2), Int32(1)), unroll=1):
                 stage = Int32(cutlass.select_(i == 0, stages[0], stages[1]))
                 mine = token + i * self.schedule.tile
                 if (mine < self.length) & (mine + 16 > self.since):
@@ -245,7 +282,6 @@ class DecodeSteps:
             parts[-1].begin(stage, slab)
         seen = self._place(token) if masked else None
         products = self._products(parts)
-
         factors = self._factors()
         scales = [self._value_scales(part, seen) for part in parts]
         logits = [
@@ -281,19 +317,15 @@ class DecodeSteps:
         """The same of integers: a chain for each plane of the query."""
         zeros, half = [Int32(0)] * 4, self.steps // 4
         sums = [[[zeros, zeros] for _ in range(self.columns)] for _ in parts]
-        further = 8 * self.schedule.query_pitch(self.spec)
-        rows = self.queries
-        for n, (part, mine) in enumerate(zip(parts, sums, strict=True)):
-            if n:
-                # Nothing of the next part is loaded before this, or registers do not hold it.
-                cute.arch.sync_warp()
+        for part, mine in zip(parts, sums, strict=True):
             for step in range(2 * half):
                 if step == half:
                     self._join_codes(mine)
+                # No step's operands are loaded before it, or registers do not hold them.
+                cute.arch.sync_warp()
                 a = part.key_codes(step)
-                for j, one in enumerate(mine):
-                    planes = self.operands.prepared(rows + j * further, 2 * step)
-                    for plane, b in enumerate(planes):
+                for one, row in zip(mine, self.queries, strict=True):
+                    for plane, b in enumerate(self.operands.prepared(row, 2 * step)):
                         one[plane] = multiply_codes(a, b, one[plane])
         return [
             [[(x * 256 + y).to(Float32) for x, y in zip(*one, strict=True)] for one in mine]
@@ -448,10 +480,6 @@ class DecodeSteps:
                 for i, x in enumerate(multiply(part.value_kind, a, b, c)):
                     self.out[place + i] = x
 
-    def settle(self) -> None:
-        """What is left to do behind a piece's last tile."""
-        self._settle()
-
     def _settle(self) -> None:
         """Maxima, and outputs of codes turned into such of values."""
         shift, operands = float(self.operands.shift), self.operands
@@ -469,60 +497,3 @@ class DecodeSteps:
                     # Of bytes, 16h + l, and of their low nibbles: both in the same unit.
                     self.out[i + 4] = fma(self.out[i + 4] - self.out[i], 2.0**20, zeros[i % 2])
                     self.out[i] = fma(self.out[i], 2.0**24, zeros[i % 2])
-
-
-def scale_columns(out: Any, correction: Any) -> None:
-    """Multiply accumulators by the factor of their column."""
-    share = cute.size(out) // (cute.size(correction) // 2)
-    for i in range(cute.size(out)):
-        out[i] = out[i] * correction[i // share * 2 + i % 2]
-
-
-def move_references(heights: Any, state: Any, out: Any, levels: tuple[int, int]) -> None:
-    """Bring columns with a logit above their limit down to ``shift``: biases, sums, outputs, and the logits at hand.
-
-    ``levels``: shift and slack. A column decides for itself alone.
-    """
-    bias, limit, total, correction = state
-    columns, highest = cute.size(bias), float(sum(levels))
-    some = Float32(highest)
-    for c in range(columns):
-        best = column_maximum(heights, c, columns)
-        # Where nothing was seen, sums are 0, and the way to the first reference has no bound.
-        fresh = bias[c] == Float32(UNSEEN)
-        follows = best > Float32(cutlass.select_(fresh, -Float32.inf, Float32(highest)))
-        up = pure_asm("cvt.rpi.f32.f32 $0, $1;", "=f,f", Float32, best)
-        move = Float32(cutlass.select_(follows, float(levels[0]) - up, Float32(0.0)))
-        correction[c] = Float32(cutlass.select_(fresh, Float32(1.0), exp2(move)))
-        first = Float32(cutlass.select_(follows, move, bias[c]))
-        bias[c] = Float32(cutlass.select_(fresh, first, bias[c] + move))
-        some = Float32(cutlass.select_(bias[c] == Float32(UNSEEN), -Float32.inf, some))
-        total[c] = total[c] * correction[c]
-        for place in places_of(heights, c, columns):
-            heights[place] = heights[place] + move
-    limit[0] = some
-    scale_columns(out, correction)
-
-
-def places_of(heights: Any, column: int, columns: int) -> list[int]:
-    """Where a column's logits are, of all parts."""
-    first = column // 2 * 4 + column % 2
-    return [
-        first + part + row for part in range(0, cute.size(heights), 2 * columns) for row in (0, 2)
-    ]
-
-
-def column_maximum(heights: Any, column: int, columns: int) -> Any:
-    """The largest of a column's logits in any lane of the warp."""
-    best = Float32(-Float32.inf)
-    for place in places_of(heights, column, columns):
-        best = maximum(best, heights[place])
-    for distance in (4, 8, 16):
-        best = maximum(best, cute.arch.shuffle_sync_bfly(best, distance))
-    return best
-
-
-def load_float(address: Any) -> Any:
-    """One float32 of global memory."""
-    pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
-    return cute.make_tensor(pointer, cute.make_layout(1))[0]

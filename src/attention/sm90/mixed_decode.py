@@ -1,13 +1,15 @@
 """Decode attention over QK4PV8 pages for Hopper: one query token of each request. Imports the DSL.
 
-Two CTAs on an SM take equal stripes of all parts of all heads (``decode_work``).
+One or two CTAs on an SM take equal stripes of all parts of all heads (``decode_work``).
 
     warpgroups 0, 1   multiply a tile of 128 tokens each in turn, from a part's last tile back (``mixed_decode_steps``);
-                      the first one adds both and ends the part (``mixed_decode_merge``)
+                      the first one, which is the other one of the next part, adds both and ends the part
+                      (``mixed_decode_merge``)
     warp 8            finds parts, posts them, and streams their pages into a ring (``mixed_decode_producer``)
     warp 9            prepares a part's queries, quantises and stores a request's new row (``mixed_decode_scribe``)
 
-    ring        full[f] counts bytes; empty[s] the four warps of the warpgroup whose tile it was
+    ring        full[f] counts bytes; empty[s] of values, and keys_empty[s] of keys with ΔS, the four warps of the
+                warpgroup whose tile it was
     mailbox     posted[m] one thread; taken[m] ten warps less the producer
     queries     q_full[s] one thread; q_empty[s] the eight warps that multiply
 
@@ -15,7 +17,9 @@ A warpgroup passes over the other one's tiles without waiting for them, and copi
 tells two uses of an mbarrier apart, not three: with one for each stage, a tile would seem to be there while that of a
 turn of the ring before, the other warpgroup's, is still on its way to the stage. So ``full`` has twice as many as there
 are stages. Of two turns before all have come: whoever waits for a tile knows that the one a turn before it was begun,
-and that is begun in a stage whose last tile has been read.
+and that is begun in a stage of values whose last tile has been read.
+
+Warpgroups change roles at every part of a CTA, so that each ends every other one.
 
 The kernel lets the next one start at once, and waits for the one in front before it reads what that may write. Where
 there is about a part for each SM, one CTA on each leaves room for the next launch's, whose first tiles come meanwhile.
@@ -129,6 +133,7 @@ class HopperMixedDecode:
             for name, count, arrivals in (
                 ("full", FULL_TURNS * stages, 1),
                 ("empty", stages, 4),
+                ("keys_empty", self.schedule.key_stages, 4),
                 ("posted", MAIL_SLOTS, 1),
                 ("taken", MAIL_SLOTS, 4 * GROUPS + 1),
                 ("q_full", 2, 1),
@@ -161,23 +166,24 @@ class HopperMixedDecode:
     def _consume(self, products, shared, barriers, arguments, thread) -> None:
         tiles = DecodeTiles(self.spec, self.layout, products, shared, thread)
         meeting = Meeting(self.spec, self.schedule, self.layout, shared, tiles)
-        meeting.open()
         ring, mail = Int32(0), Int32(0)
         part = self._take(shared, barriers, mail, thread)
         cute.arch.griddepcontrol_wait()
         while part.valid != 0:
             slot, turn = mail % 2, mail // 2 % 2
             cute.arch.mbarrier_wait(barriers.q_full + slot, turn)
-            DecodeTiles.begin(tiles, part, slot, arguments)
+            DecodeTiles.begin(tiles, part, mail, arguments)
             for i in cutlass.range(part.count, unroll=1):
-                if i % GROUPS == tiles.number:
-                    place, (full, phase) = ring % self.schedule.stages, self.layout.full(ring)
+                if i % GROUPS == tiles.role:
+                    key, value = self.layout.stages(ring)
+                    full, phase = self.layout.full(ring)
                     cute.arch.mbarrier_wait(barriers.full + full, phase)
-                    DecodeTiles.tile(tiles, part.first + part.count - 1 - i, place)
-                    self._release(barriers.empty, place, thread)
+                    tile = part.first + part.count - 1 - i
+                    DecodeTiles.tile(tiles, tile, (key, value), barriers.keys_empty + key)
+                    self._release(barriers.empty, value, thread)
                 ring += 1
             self._release(barriers.q_empty, slot, thread)
-            Meeting.run(meeting, part, arguments)
+            Meeting.run(meeting, part, mail, arguments)
             mail += 1
             part = self._take(shared, barriers, mail, thread)
 

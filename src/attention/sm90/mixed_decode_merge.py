@@ -1,6 +1,6 @@
 """A part's end: warpgroups meet, then the parts of a head, in the order of their keys. Imports the DSL.
 
-second warpgroup   leaves its outputs and sums in shared memory, and goes on
+second warpgroup   leaves its outputs and sums in shared memory, and goes on; of the next part it is the first one
 first warpgroup    adds its own; a warp then takes whole columns, a lane adjacent channels
 first parts        of a head, up to all of them, are folded in shared memory, one after the other; all are the output
 others             go to the workspace, and so does what is folded, in the place of its last part; who has no further
@@ -38,9 +38,9 @@ __all__ = ["Meeting"]
 MANY, FEW = 16, 8
 """Parts whose outputs a merge has in registers, or on their way there, as there is room. They divide 32."""
 
-THERE, FREE, LAST = 3, 4, 5
-"""Named barriers of both warpgroups: the second one's outputs are there; have been read; whether a head is to be merged
-is known."""
+THERE, LAST = 3, 5
+"""Named barriers of both warpgroups: the second one's outputs are there, of parts in turn; whether a head is to be
+merged is known."""
 
 
 class Meeting:
@@ -68,29 +68,27 @@ class Meeting:
         self.lift = tiles.lift
 
     @cute.jit
-    def open(self) -> None:
-        """Nothing is to be read yet."""
-        if self.tiles.number == 0:
-            cute.arch.barrier_arrive(barrier_id=FREE, number_of_threads=256)
-
-    @cute.jit
-    def run(self, part, arguments) -> None:
-        """End a part."""
+    def run(self, part, mail, arguments) -> None:
+        """End the ``mail``-th part."""
+        # With one barrier, who leaves this part's and is early to join the next one's would be both that it counts.
+        there = THERE + mail % 2
         Meeting._add_lanes(self)
         merges = (part.arrivals > 0) & (part.arrivals < part.pieces)
-        if self.tiles.number == 1:
-            cute.arch.barrier(barrier_id=FREE, number_of_threads=256)
+        if self.tiles.role == 1:
+            # It has joined the part before: all of its warps are done with that.
+            Meeting._barrier(self)
             Meeting._leave_all(self)
-            cute.arch.barrier_arrive(barrier_id=THERE, number_of_threads=256)
+            cute.arch.barrier_arrive(barrier_id=there, number_of_threads=256)
         else:
+            # Sums lie where the other one, which has joined the part before, has read those of that.
+            cute.arch.barrier(barrier_id=there, number_of_threads=256)
             Meeting._leave_sums(self)
-            cute.arch.barrier(barrier_id=THERE, number_of_threads=256)
+            Meeting._barrier(self)
             Meeting._join_all(self)
             Meeting._barrier(self)
             Meeting._rows(self, part, arguments)
             if merges:
                 Meeting._arrive(self, part, arguments)
-            cute.arch.barrier_arrive(barrier_id=FREE, number_of_threads=256)
         if merges:
             Meeting._end(self, part, arguments)
 
@@ -134,8 +132,8 @@ class Meeting:
         return [e for e in range(count) if e % each // 4 * 2 + e % 2 == i]
 
     def _barrier(self) -> None:
-        """Of the first warpgroup."""
-        cute.arch.barrier(barrier_id=MEET, number_of_threads=128)
+        """Of the warpgroup."""
+        cute.arch.barrier(barrier_id=MEET + self.tiles.number, number_of_threads=128)
 
     def _cell(self, e: int) -> Any:
         """Where an accumulator of the output lies."""
@@ -153,9 +151,9 @@ class Meeting:
         tiles = self.tiles
         for i in range(tiles.count):
             column = tiles.column(i)
-            place = self._sum_place(tiles.number, tiles.warp, column)
+            place = self._sum_place(tiles.role, tiles.warp, column)
             _put_if(place, tiles.total[i], Boolean(tiles.g == 0))
-            place = self._sum_place(tiles.number, 4, column)
+            place = self._sum_place(tiles.role, 4, column)
             _put_if(place, tiles.best[i], Boolean((tiles.g == 0) & (tiles.warp == 0)))
 
     def _joined(self, column: Any) -> tuple[Any, list[Any], Any]:

@@ -1,8 +1,8 @@
 """Shared memory of the QK4PV8 decode kernel: what lies where. Imports the DSL.
 
-k        stages of a tile's pages, each as in memory: nibbles, then scales
+k        key stages of a tile's pages, each as in memory: nibbles, then scales
 v        stages of V^T, page blocks of head_dim rows of page_size bytes, swizzled as TMA writes them and WGMMA reads
-delta    stages of a tile's pages of ΔS: (query head, term, token) of each
+delta    key stages of a tile's pages of ΔS: (query head, term, token) of each
 q        two of (columns, head_dim) float16, channels in the order of ``layouts.kv_fragments``, 128-byte swizzle
 p        a tile's probabilities of each warpgroup: (columns, 128) E4M3 in the token order of V^T, 128-byte swizzle
 rows     two new tokens: nibbles, scales, values, ΔS
@@ -74,6 +74,7 @@ class Barriers(NamedTuple):
 
     full: Any
     empty: Any
+    keys_empty: Any
     posted: Any
     taken: Any
     q_full: Any
@@ -155,6 +156,10 @@ class Layout:
             for name, (atom, shape) in shapes.items()
         }
 
+    def stages(self, ring: Any) -> tuple[Any, Any]:
+        """Stages of keys and of values of the ``ring``-th tile of a CTA."""
+        return ring % self.schedule.key_stages, ring % self.schedule.stages
+
     def full(self, ring: Any) -> tuple[Any, Any]:
         """(mbarrier of ``full``, parity) of the ``ring``-th tile of a CTA."""
         count = FULL_TURNS * self.schedule.stages
@@ -173,10 +178,11 @@ class Layout:
             tensors[name] = allocator.allocate_tensor(
                 dtype, layout.outer, 1024, swizzle=layout.inner
             )
-        stages, columns = self.schedule.stages, self.spec.columns
+        stages, keys = self.schedule.stages, self.schedule.key_stages
+        columns = self.spec.columns
         sizes = {
-            "k": stages * self.key_stage,
-            "delta": max(stages * self.delta_stage, 16),
+            "k": keys * self.key_stage,
+            "delta": max(keys * self.delta_stage, 16),
             "rows": MAIL_SLOTS * self.row_bytes,
             "peaks": GROUPS * 4 * columns * 4,
             "sums": GROUPS * 5 * columns * 4,
@@ -197,5 +203,5 @@ class Layout:
             q_tensor=tensors["q"],
             p_tensor=tensors["p"],
         )
-        counts = (FULL_TURNS * stages, stages, MAIL_SLOTS, MAIL_SLOTS, 2, 2)
+        counts = (FULL_TURNS * stages, stages, keys, MAIL_SLOTS, MAIL_SLOTS, 2, 2)
         return shared, Barriers(*(allocator.allocate_array(Int64, n) for n in counts))

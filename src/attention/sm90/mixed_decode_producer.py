@@ -209,12 +209,8 @@ class Producer:
             if first < window:
                 window = cutlass.max(first + pages - LANES, 0)
                 ids = self._ids(arguments, part.request, window + lane, last)
-            place, turn = ring % self.schedule.stages, ring // self.schedule.stages % 2
-            cute.arch.mbarrier_wait(self.barriers.empty + place, turn ^ 1)
             there = cutlass.min(last - first, pages)
-            full, _ = self.layout.full(ring)
-            pages_there = (ids, first - window, there)
-            self._load(arguments, part.head, pages_there, (place, full), lane)
+            self._load(arguments, part.head, (ids, first - window, there), ring, lane)
             ring += 1
         return ring
 
@@ -229,11 +225,15 @@ class Producer:
         return found[0]
 
     @cute.jit
-    def _load(self, arguments, head, pages, where, lane) -> None:
-        """A tile's pages, as many as there are, to a stage, for an mbarrier of ``full`` to count."""
-        (ids, start, there), (place, full) = pages, where
-        spec, layout = self.spec, self.layout
+    def _load(self, arguments, head, pages, ring, lane) -> None:
+        """A tile's pages, as many as there are, to its stages as they become free, for an mbarrier of ``full``."""
+        ids, start, there = pages
+        spec, layout, schedule = self.spec, self.layout, self.schedule
+        full, _ = layout.full(ring)
+        key, value = layout.stages(ring)
         barrier = self.barriers.full + full
+        turn = ring // schedule.stages % 2
+        cute.arch.mbarrier_wait(self.barriers.empty + value, turn ^ 1)
         each = layout.key_page + layout.delta_page + spec.page.head_dim * spec.page.page_size
         kv_head = head // spec.blocks
         if lane == 0:
@@ -242,9 +242,6 @@ class Producer:
             else:
                 cute.arch.mbarrier_arrive(barrier)
         cute.arch.sync_warp()
-        mine = cute.arch.shuffle_sync(ids, cutlass.min(start + lane, LANES - 1))
-        if lane < there:
-            self._load_keys(arguments, kv_head, mine, place, lane, barrier)
         atom, source, target = self.values
         for number in cutlass.range_constexpr(layout.pages):
             page = cute.arch.shuffle_sync(ids, cutlass.min(start + number, LANES - 1))
@@ -252,9 +249,14 @@ class Producer:
                 cute.copy(
                     atom,
                     source[None, 0, 0, kv_head, page],
-                    target[None, number, place],
+                    target[None, number, value],
                     tma_bar_ptr=barrier,
                 )
+        turn = ring // schedule.key_stages % 2
+        cute.arch.mbarrier_wait(self.barriers.keys_empty + key, turn ^ 1)
+        mine = cute.arch.shuffle_sync(ids, cutlass.min(start + lane, LANES - 1))
+        if lane < there:
+            self._load_keys(arguments, kv_head, mine, key, lane, barrier)
 
     def _load_keys(
         self, arguments: Any, kv_head: Any, page: Any, place: Any, number: Any, barrier: Any

@@ -3,6 +3,8 @@
 A lane takes eight adjacent channels, so that D / 8 lanes are a row; the others take further query heads. It works while
 the part's pages are on their way. A new row's bits, ΔS among them, are those of the cache writer; it goes to its page
 when the part has been given what it waits for.
+
+Dead end: a second such warp, for the new row: two CTAs of eleven warps leave 80 registers a thread, and they spill.
 """
 
 from __future__ import annotations

@@ -46,8 +46,10 @@ class DecodeTiles:
     """A consumer thread's fragments and the steps over them; one object for all of its parts.
 
     Attributes:
-        out: O^T, in FP32. best, total: of each of the thread's columns, its largest logit and the sum of probabilities
-            of the thread's own tokens. lift, unit: log2 of P's scale; what makes powers of two of a product.
+        number, role: of the warpgroup; which one it is of the part.
+        out: O^T, in FP32.
+        best, total: of each of the thread's columns, its largest logit and the sum of probabilities of its own tokens.
+        lift, unit: log2 of P's scale; what makes powers of two of a product.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class DecodeTiles:
         self.spec, self.page, self.layout, self.shared = spec, spec.page, layout, shared
         self.number = cute.arch.make_warp_uniform(thread // 128)
         self.warp = cute.arch.make_warp_uniform(thread // 32 % 4)
+        self.role = self.number
         self._stand(thread)
         self.qk, self.pv = products
         self.qk_part, pv_part = self.qk.get_slice(0), self.pv.get_slice(0)
@@ -84,11 +87,11 @@ class DecodeTiles:
         """The thread's ``i``-th column."""
         return i // 2 * 8 + 2 * self.t + i % 2
 
-    def begin(self, part: Any, slot: Any, arguments: Any) -> None:
-        """Set out on a part, whose queries are in ``slot``."""
+    def begin(self, part: Any, mail: Any, arguments: Any) -> None:
+        """Set out on the ``mail``-th part."""
         # What places follow from the thread is found again for each part: registers do not hold it over the merge.
         self._stand(asm("mov.b32 $0, $1;", "=r,r", Int32, self.thread, effects=True))
-        self.part, self.slot = part, slot
+        self.part, self.slot, self.role = part, mail % 2, self.number ^ mail % 2
         self.unit = Int32(arguments[at("unit")]).bitcast(Float32)
         k_scale = Int32(arguments[at("k_scale")]).bitcast(Float32)
         self.inverse = divide(UNIT, k_scale)
@@ -97,18 +100,21 @@ class DecodeTiles:
         self.total.fill(0.0)
 
     @cute.jit
-    def tile(self, tile, stage) -> None:
-        """Take in a tile, which is in the ring at ``stage``."""
+    def tile(self, tile, stages, keys_empty) -> None:
+        """Take in a tile. ``stages``: of its keys and of its values; ``keys_empty``: the mbarrier of its keys'."""
+        stage, values = stages
         kept = self.part.length - tile * TILE
         if tile == self.part.tiles - 1:
-            DecodeTiles._complete(self, kept, stage)
+            DecodeTiles._complete(self, kept, stages)
         first, second = self._logits(stage, 0), self._logits(stage, 1)
+        cute.arch.sync_warp()
+        _arrive_if(keys_empty, Boolean(self.lane == 0))
         if kept < TILE:
             DecodeTiles._mask(self, first, kept, 0)
             DecodeTiles._mask(self, second, kept, 1)
         factors = self._soften(first, second)
         self._barrier()
-        self._weigh(stage)
+        self._weigh(values)
         self._add(factors)
 
     def _barrier(self) -> None:
@@ -117,11 +123,11 @@ class DecodeTiles:
     # --- a request's last tile ---
 
     @cute.jit
-    def _complete(self, kept, stage) -> None:
+    def _complete(self, kept, stages) -> None:
         """Clear values behind the end, and enter the new row."""
         # Nothing of this is computed ahead of the tiles, where it would have to be kept in registers.
         thread = asm("mov.b32 $0, $1;", "=r,r", Int32, self.thread, effects=True)
-        base = self.shared.v + stage * self.layout.value_stage
+        base = self.shared.v + stages[1] * self.layout.value_stage
         for i in cutlass.range_constexpr(TILE // 16 * self.page.head_dim // 128):
             unit = thread + i * 128
             chunk, channel = unit // self.page.head_dim, unit % self.page.head_dim
@@ -129,14 +135,14 @@ class DecodeTiles:
                 place = value_place(channel, chunk * 16, self.page.head_dim, self.page.page_size)
                 DecodeTiles._clear(self, base + place, kept - chunk * 16)
         if cutlass.const_expr(self.spec.append):
-            DecodeTiles._append(self, kept, stage, thread)
+            DecodeTiles._append(self, kept, stages, thread)
         cute.arch.fence_view_async_shared()
         self._barrier()
 
     @cute.jit
-    def _append(self, kept, stage, thread) -> None:
+    def _append(self, kept, stages, thread) -> None:
         if kept > 0:
-            DecodeTiles._enter(self, kept - 1, stage, thread)
+            DecodeTiles._enter(self, kept - 1, stages, thread)
 
     def _clear(self, address: Any, kept: Any) -> None:
         """Zero of sixteen tokens those from ``kept`` on."""
@@ -153,8 +159,9 @@ class DecodeTiles:
             found[w] = words[w] & mask
         cute.autovec_copy(found, cells)
 
-    def _enter(self, token: Any, stage: Any, thread: Any) -> None:
+    def _enter(self, token: Any, stages: tuple[Any, Any], thread: Any) -> None:
         """The new row to its place in the tile, as the scribe left it."""
+        stage, values = stages
         spec, page, layout = self.spec, self.page, self.layout
         row = self.shared.rows + self.slot * layout.row_bytes
         number, own = token // page.page_size, token % page.page_size
@@ -168,7 +175,7 @@ class DecodeTiles:
         position = token // 16 * 16 + position_of(token % 16)
         place = value_place(thread, position, page.head_dim, page.page_size)
         source = shared_view(Int8, row + layout.row_values + thread)
-        target = shared_view(Int8, self.shared.v + stage * layout.value_stage + place)
+        target = shared_view(Int8, self.shared.v + values * layout.value_stage + place)
         _copy_if(source, target, Boolean(thread < page.head_dim))
         if spec.terms:
             column, term = thread // spec.terms, thread % spec.terms
@@ -395,3 +402,9 @@ def _copy_if(source: cute.Tensor, target: cute.Tensor, condition: Boolean) -> No
 def _store_if(place: Int32, value: Float32, condition: Boolean) -> None:
     if condition:
         shared_view(Float32, place)[0] = value
+
+
+@cute.jit
+def _arrive_if(barrier, condition) -> None:
+    if condition:
+        cute.arch.mbarrier_arrive(barrier)
