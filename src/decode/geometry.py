@@ -57,7 +57,7 @@ RECORD_BYTES = 16384
 """Bytes of a record's codes, at most."""
 
 WARPS = 8
-"""Warps of a team, which multiply a record together."""
+"""Warps that multiply."""
 
 VECTOR = 8
 """16-bit elements of a 16-byte vector of activations."""

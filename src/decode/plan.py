@@ -8,7 +8,6 @@ NumPy, and nothing is compiled.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -170,21 +169,9 @@ class FewRowsPlan:
         """Compile or load all kernels; returns the plan. A plan for a weight on a GPU has done so."""
         for rows in self.kernels:
             if rows not in self._functions:
-                compiled = self._compiled(rows)
+                compiled = compile(self.kernels[rows], cache=self._cache)
                 self._functions[rows], self.reports[rows] = compiled.function, compiled.report
         return self
-
-    def _compiled(self, rows: int) -> Any:
-        """A kernel's code; of one team, where the registers do not suffice for two."""
-        kernel = self.kernels[rows]
-        schedule = kernel.spec.schedule
-        try:
-            return compile(kernel, cache=self._cache)
-        except CompileError:
-            if schedule.teams == 1:
-                raise
-        self.kernels[rows] = kernel.scheduled(replace(schedule, teams=1))
-        return compile(self.kernels[rows], cache=self._cache)
 
     def rows_of(self, m: int) -> int:
         """Rows at a time of the kernel that serves M = ``m``: what the model of the GPU expects to be fastest."""

@@ -1,7 +1,7 @@
 """What a few-row kernel is asked to do, and how it goes about it.
 
-A schedule's ``mma``, ``cluster``, ``teams`` and ``conversion`` decide in which order a sum is added and how it is
-rounded; nothing else does. With them fixed, a row has the same bits whatever else is in its batch.
+A schedule's ``mma``, ``cluster`` and ``conversion`` decide in which order a sum is added and how it is rounded; nothing
+else does. With them fixed, a row has the same bits whatever else is in its batch.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ BARRIERS = 2 * STAGED
 ARRIVING = {8: 4, 16: 4, 32: 2, 64: 2}
 """Tiles whose sums may be on their way to a CTA of a cluster at once, by rows of x."""
 
-HELD = {1: {"sync": 80, "wgmma": 136}, 2: {"sync": 16, "wgmma": 48}}
-"""Registers of a thread for sums that are held while x is read, by teams; of ``wgmma``, of products under way too."""
+HELD = {"sync": 80, "wgmma": 136}
+"""Registers of a thread for sums that are held while x is read; of ``wgmma``, those of products under way too."""
 
 WIDEST = 8
 """Tiles held together, at most: each has code of its own."""
@@ -112,10 +112,9 @@ class FewRowSchedule:
         cluster: CTAs that share a tile's k: 1, 2, 4 or 8.
         slots: records that the ring holds. in_flight: of them under way at once.
         chunks: records' worth of x along k that shared memory holds. Where that is all of a CTA's share, x is read
-            once; else it is read again for every band. ahead: the next part of it comes while this one is multiplied.
+            once; else it is read again for every band.
         conversion: how INT4 codes become numbers (see ``sm90.convert``): ``"sums"``, ``"registers"`` or ``"bias"``.
             With ``mma`` ``"wgmma"`` always ``"registers"``: the others would be one more product for each.
-        teams: of eight warps, 1 or 2: two take records in turns, so that one's latencies are the other's time.
         evict_first: whether weights leave L2 before anything else does.
         late: start the next kernel when this one's last weights are under way, not at once. Slower: CTAs of one kernel
             then crowd some SMs and leave others idle, which is what tests of the ring want.
@@ -132,13 +131,11 @@ class FewRowSchedule:
     in_flight: int = 3
     chunks: int = 1
     conversion: str = "registers"
-    teams: int = 1
     evict_first: bool = True
     late: bool = False
     mma: str = "sync"
     wide: int = 1
     sums: int = 1
-    ahead: bool = False
 
     def check(self, problem: FewRowProblem, target: Target) -> None:
         """Raise ArgumentError unless the schedule fits problem and target."""
@@ -147,7 +144,6 @@ class FewRowSchedule:
             ("rows", BUCKETS),
             ("cluster", CLUSTERS),
             ("conversion", CONVERSIONS),
-            ("teams", (1, 2)),
             ("mma", MMAS),
         ):
             got = getattr(self, name)
@@ -190,13 +186,6 @@ class FewRowSchedule:
             f"1 to {limit}, beyond 1 where x is read again",
             fix,
         )
-        require(
-            not self.ahead or self.chunks < most,
-            "schedule.ahead",
-            f"True, all {most} chunks of x held",
-            "False where x is read once",
-            fix,
-        )
         require(1 <= self.sums <= WIDEST, "schedule.sums", self.sums, f"1 to {WIDEST} buffers", fix)
         size, limit = Shared(problem, self).size, target.smem_per_block
         require(
@@ -213,11 +202,9 @@ class FewRowSchedule:
         return self.rows // self.cluster
 
     def __str__(self) -> str:
-        ahead = " and as many ahead" if self.ahead else ""
         return (
             f"{self.rows} rows, cluster of {self.cluster}, {self.slots} slots, {self.in_flight} in flight, "
-            f"{self.chunks} chunks of x{ahead}, {self.wide} tiles wide, {self.mma}, {self.conversion}, "
-            f"{self.teams} teams"
+            f"{self.chunks} chunks of x, {self.wide} tiles wide, {self.mma}, {self.conversion}"
         )
 
 
@@ -252,19 +239,14 @@ class Shared:
         return self.problem.record.depth * self.schedule.rows * 2
 
     @property
-    def phase(self) -> int:
-        """Bytes of x that are copied at once."""
-        return self.chunk * self.schedule.chunks
-
-    @property
     def sums(self) -> int:
         """Start of the partial sums."""
-        return self.x + self.phase * (2 if self.schedule.ahead else 1)
+        return self.x + self.chunk * self.schedule.chunks
 
     @property
     def shares(self) -> int:
         """Partial sums of one sum in a CTA."""
-        return self.schedule.teams * shares_of(self.problem.record.bits, self.schedule.mma)
+        return shares_of(self.problem.record.bits, self.schedule.mma)
 
     @property
     def sum(self) -> int:
@@ -337,7 +319,7 @@ def most_wide(problem: FewRowProblem, schedule: FewRowSchedule) -> int:
         return 1
     registers = schedule.rows * warp_rows(problem.record.bits, schedule.mma) // WARP
     taken = schedule.rows if schedule.mma == "wgmma" else 0
-    return min(max((HELD[schedule.teams][schedule.mma] - taken) // registers, 1), WIDEST)
+    return min(max((HELD[schedule.mma] - taken) // registers, 1), WIDEST)
 
 
 def clusters_of(multiprocessors: int, cluster: int) -> int:

@@ -111,8 +111,6 @@ class FewRowKernel:
                 ("slots", (schedule.slots, schedule.in_flight)),
                 ("chunks", schedule.chunks),
                 ("conversion", schedule.conversion),
-                ("teams", schedule.teams),
-                ("ahead", schedule.ahead),
                 ("evict_first", schedule.evict_first),
                 ("late", schedule.late),
                 ("mma", schedule.mma),

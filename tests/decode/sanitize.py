@@ -13,7 +13,6 @@ import sys
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # read when torch first allocates
 
-from epicute.decode.geometry import MMAS
 from epicute.epilogues import Store, compose
 from tests.decode.cases import BF16, FP16, FP32, Few, FewJob, chains, dequantized, planned
 
@@ -37,11 +36,7 @@ def cases() -> list[Few]:
     for rows, cluster in ((16, 2), (64, 1)):
         changes = (*forms, ("chunks", 1), ("cluster", cluster))
         found.append(Few(composition, n, 1600, rows=rows, exact=exact, changes=changes))
-    for mma in MMAS:
-        changes = (("teams", 2), ("slots", 3), ("in_flight", 2), ("mma", mma), ("cluster", 2))
-        changes += (("conversion", "registers"), ("chunks", 1))
-        found.append(Few(composition, n, 2100, rows=16, exact=exact, changes=changes))
-    changes = (*forms, ("chunks", 1), ("cluster", 1), ("teams", 1), ("wide", 2), ("sums", 1))
+    changes = (*forms, ("chunks", 1), ("cluster", 1), ("wide", 2), ("sums", 1))
     found.append(Few(composition, 64 * 300, 1100, rows=16, exact=exact, changes=changes))
     return found
 

@@ -223,7 +223,6 @@ def test_tiles_that_are_held_while_x_is_read(
         chunks=1 if format == "int4" else 2,
         slots=3,
         in_flight=2,
-        teams=1,
         wide=wide,
         sums=sums,
         conversion="registers",
@@ -231,30 +230,6 @@ def test_tiles_that_are_held_while_x_is_read(
     k = cluster * most * (1 if format == "int4" else 2) + 76
     case = Few(composition, 64 * 2 * (wide + 1) - 5, k, format, rows, exact=exact, changes=changes)
     FewJob(case, rows - 3).emulate(clusters=2, seed=rows, races=rows < 64)
-
-
-@pytest.mark.parametrize("mma", MMAS)
-@pytest.mark.parametrize(
-    ("format", "rows", "cluster", "chunks"),
-    [
-        ("int4", 16, 1, 3),
-        ("int4", 32, 4, 1),
-        ("fp8", 16, 2, 2),
-        ("bf16", 16, 2, 9),
-        ("bf16", 8, 8, 1),
-    ],
-)
-def test_two_teams_take_turns(mma: str, format: str, rows: int, cluster: int, chunks: int) -> None:
-    """Records along k odd in number or even, x whole or in parts, rings whose slots change teams."""
-    composition, _, exact = chains(1100)["residual"]
-    if format == "fp8":
-        composition = dequantized(composition)
-    most = {"int4": 512, "fp8": 256, "bf16": 128}[format]
-    changes = formed(mma, teams=2, cluster=cluster, slots=3, in_flight=2, conversion="registers")
-    k = cluster * most * 3 - 20
-    changes = (*changes, ("chunks", min(chunks, 3)), ("wide", 1), ("sums", 2))
-    case = Few(composition, 64 * 3 - 5, k, format, rows, exact=exact, changes=changes)
-    FewJob(case, rows - 3).emulate(clusters=1, seed=rows, races=True)
 
 
 @pytest.mark.parametrize("cluster", [1, 2])

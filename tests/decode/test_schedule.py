@@ -161,7 +161,6 @@ def simple(k: int = 4096) -> FewRowProblem:
         ({"rows": 24}, "schedule.rows"),
         ({"cluster": 3}, "schedule.cluster"),
         ({"conversion": "table"}, "schedule.conversion"),
-        ({"teams": 3}, "schedule.teams"),
         ({"slots": 1}, "schedule.in_flight"),
         ({"in_flight": 9}, "schedule.in_flight"),
         ({"chunks": 9}, "schedule.chunks"),
@@ -188,13 +187,13 @@ def test_what_does_not_fit_is_refused(changes: dict, named: str) -> None:
 def test_published_layers_are_expected_near_their_bytes(
     shape: str, layer: str, format: str
 ) -> None:
-    """By the model: few rows within a tenth and the end of a plain stream; at M = 64 sums take longer than bytes."""
+    """By the model: few rows within a fifth and the ends of a plain stream; from M = 32 on sums take longer than bytes."""
     n, k = projections(SHAPES[shape])[layer]
     bits = {"int4": 4, "fp8": 8, "bf16": 16}[format]
     records = Records.of(n, k, bits, 128 if bits == 4 else 0, False, TILES, RECORD_BYTES)
     problem = FewRowProblem(records, k, 64, 64, torch.bfloat16, (1, 0, 0))
     floor = records.nbytes / STREAM
-    for rows, factor, fixed in ((8, 1.1, 3.5), (16, 1.4, 4.5), (32, 1.5, 7.0), (64, 3.6, 9.0)):
+    for rows, factor, fixed in ((8, 1.2, 4.1), (16, 1.6, 5.8), (32, 2.0, 6.0), (64, 4.0, 20.0)):
         schedule = choose(problem, rows, DEFAULT_TARGET)
         found = expected_microseconds(problem, schedule)
         assert found <= floor * factor + fixed, f"{rows} rows: {found:.2f} of {floor:.2f} us"

@@ -67,8 +67,7 @@ class Multiplier:
         self.row_tiles, self.columns = rows // TILE_ROWS, schedule.rows // 8
         self.shares = shares_of(self.record.bits, schedule.mma)
         parts = WARPS // self.shares
-        self.team, within = warp // WARPS, warp % WARPS
-        self.part, self.share = within % parts, within // parts
+        self.part, self.share = warp % parts, warp // parts
         self.lane = lane
         self.row = self.part * rows + lane // 4
         self.count = self.row_tiles * self.columns * 4
@@ -236,13 +235,14 @@ class Multiplier:
         """
         self.which = which
         start = Int32(base) + self.shared.sums
-        sender = self.team * self.shares + self.share
         for j in range(self.columns):
             for e in range(2):
                 m = 8 * j + 2 * (self.lane % 4) + e
                 for t, half, row in self._rows():
                     feature = band * BAND + row
-                    at = partial_place(sender, m, feature, self.schedule.rows, self.problem.tile)
+                    at = partial_place(
+                        self.share, m, feature, self.schedule.rows, self.problem.tile
+                    )
                     value = self.sums[self._register(t, j, 2 * half + e)]
                     store_float(start + Int32(at) * 4, value)
 

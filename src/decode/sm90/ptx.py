@@ -19,7 +19,6 @@ __all__ = [
     "arrive_remote",
     "barrier_at",
     "bulk_copy",
-    "copy_async",
     "expect",
     "fma",
     "load_byte",
@@ -275,13 +274,6 @@ def streaming() -> Any:
     """A policy of L2: what is read so leaves first."""
     text = "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;"
     return pure_asm(text, "=l", Int64)
-
-
-def copy_async(target: Any, source: Any, size: int, count: Any) -> None:
-    """Begin the copy of ``count`` bytes from a global address to shared memory; zeros fill up ``size`` bytes."""
-    kind = "cg" if size == 16 else "ca"
-    text = f"cp.async.{kind}.shared.global [$0], [$1], {size}, $2;"
-    effect(text, "r,l,r", Int32(target), Int64(source), Int32(count))
 
 
 def bulk_copy(target: Any, source: Any, size: int, barrier: Any, policy: Any = None) -> None:
