@@ -245,10 +245,10 @@ def test_errors_come_before_any_launch(name: str, spoil: Any, said: str) -> None
 
 @pytest.mark.parametrize(("current", "used"), list(product(DEVICES, DEVICES)))
 def test_jc_12_the_tensors_name_the_device(current: int, used: int) -> None:
+    job = Job(STRIDED, 65)  # on the first device, as its weight, which other tests share
+    wanted = job.expected()["out"]
+    device = f"cuda:{used}"
     with torch.cuda.device(current):
-        job = Job(STRIDED, 65)
-        wanted = job.expected()["out"]
-        device = f"cuda:{used}"
         packed = job.packed.to(device)
         x, residual = job.x.to(device), job.operands["residual"].to(device)
         out = Output((65, 192), BF16, device=device)
@@ -258,8 +258,9 @@ def test_jc_12_the_tensors_name_the_device(current: int, used: int) -> None:
         out.assert_intact()
         assert_equal_bits(out.tensor.cpu(), wanted)
         if current != used:
+            elsewhere = residual.to(f"cuda:{current}")
             with pytest.raises(ArgumentError, match="residual: got .*x's device"):
-                job.plan.run(x, packed, residual=residual.to(f"cuda:{current}"), out=out.tensor)
+                job.plan.run(x, packed, residual=elsewhere, out=out.tensor)
 
 
 @pytest.mark.parametrize("case", STABLE, ids=str)
