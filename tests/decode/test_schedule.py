@@ -193,7 +193,7 @@ def test_published_layers_are_expected_near_their_bytes(
     records = Records.of(n, k, bits, 128 if bits == 4 else 0, False, TILES, RECORD_BYTES)
     problem = FewRowProblem(records, k, 64, 64, torch.bfloat16, (1, 0, 0))
     floor = records.nbytes / STREAM
-    for rows, factor, fixed in ((8, 1.2, 4.1), (16, 1.6, 5.8), (32, 2.0, 6.0), (64, 4.0, 20.0)):
+    for rows, factor, fixed in ((8, 1.2, 4.1), (16, 1.6, 5.8), (32, 2.0, 6.0), (64, 4.2, 20.0)):
         schedule = choose(problem, rows, DEFAULT_TARGET)
         found = expected_microseconds(problem, schedule)
         assert found <= floor * factor + fixed, f"{rows} rows: {found:.2f} of {floor:.2f} us"
