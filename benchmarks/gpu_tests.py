@@ -3,6 +3,8 @@
 Writes ``gpu-tests.json`` to ``--out``, else to ``$OUT``, else to ``benchmarks/results/<device>``:
 ``{commit, device, date, files: {path: {passed, failed, skipped}}}``. A test that stops in its fixtures, or a file that
 cannot be collected, counts as failed. Exits with pytest's status, and with 1 where nothing ran or a test was skipped.
+``--keep RECORD`` takes over files of an earlier record of the same device that passed there and do not run now; each
+keeps the ``commit`` that it ran at.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 import pytest
 
 from benchmarks.provenance import ROOT, Provenance, slug
-from epicute.errors import EpicuteError
+from epicute.errors import EpicuteError, require
 
 NAME = "gpu-tests.json"
 OUTCOMES = ("passed", "failed", "skipped")
@@ -58,11 +60,14 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     """The command line; what is not ours is pytest's."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_tests", description=__doc__)
     parser.add_argument("--out", type=Path, help="folder of the JSON file")
+    parser.add_argument(
+        "--keep", type=Path, help="an earlier gpu-tests.json, of which files are taken over"
+    )
     parser.add_argument("--allow-dirty", action="store_true", help="test uncommitted changes")
     return parser.parse_known_args(arguments)
 
 
-def write(folder: Path, source: Provenance, files: dict[str, dict[str, int]]) -> Path:
+def write(folder: Path, source: Provenance, files: dict[str, dict[str, Any]]) -> Path:
     """Write the record; returns its path."""
     record: dict[str, Any] = {
         "commit": source.commit,
@@ -76,6 +81,27 @@ def write(folder: Path, source: Provenance, files: dict[str, dict[str, int]]) ->
     return path
 
 
+def kept(path: Path, source: Provenance, files: dict[str, Any]) -> dict[str, Any]:
+    """Files of an earlier record that passed whole and are not among ``files``, each with its commit.
+
+    Raises EpicuteError for a record of another device.
+    """
+    record = json.loads(path.read_text(encoding="utf-8"))
+    require(
+        record["device"] == source.device,
+        "--keep",
+        f"a record of {record['device']}",
+        f"one of {source.device}",
+        "run all tests on this device",
+        EpicuteError,
+    )
+    return {
+        name: {"commit": record["commit"], **counts}
+        for name, counts in record["files"].items()
+        if name not in files and counts["passed"] and not counts["failed"] + counts["skipped"]
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run and record."""
     given, rest = parse(arguments)
@@ -86,13 +112,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     tally = Tally()
     status = int(pytest.main(["-m", "gpu", *rest], plugins=[tally]))
-    files = tally.files()
+    files: dict[str, dict[str, Any]] = dict(tally.files())
+    ran = int(sum(counts["passed"] for counts in files.values()))
+    if given.keep:
+        files = dict(sorted({**kept(given.keep, source, files), **files}.items()))
     out = given.out or os.environ.get("OUT")
     folder = Path(out) if out else ROOT / "benchmarks" / "results" / slug(source.device)
     path = write(folder, source, files)
     total = {name: sum(counts[name] for counts in files.values()) for name in OUTCOMES}
     print(f"{', '.join(f'{count} {name}' for name, count in total.items())}: {path}")
-    return status or int(total["passed"] == 0 or total["skipped"] > 0)
+    return status or int(ran == 0 or total["skipped"] > 0)
 
 
 if __name__ == "__main__":

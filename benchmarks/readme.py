@@ -120,7 +120,8 @@ def _covered(part: Part, tests: Mapping[str, Any] | None) -> str:
     passed, failed = (sum(count[word] for count in mine) for word in ("passed", "failed"))
     if tests is None or not passed:
         return "; no run of its GPU tests recorded yet"
-    where = f"{tests['device']}, {tests['commit'][:10]}"
+    commits = sorted({count.get("commit", tests["commit"])[:10] for count in mine})
+    where = ", ".join([tests["device"], *commits])
     return f"; {passed} GPU tests pass ({where})" + (f", {failed} fail" if failed else "")
 
 
@@ -414,9 +415,12 @@ def gpu_tests(results: Results) -> str:
     if tests is None:
         return f"Not run yet: there is no `benchmarks/results/{DEVICE}/{GPU_TESTS}.json`."
     words = ("passed", "failed", "skipped")
-    rows = [(f"`{p}`", *(str(n[w]) for w in words)) for p, n in sorted(tests["files"].items())]
-    head = f"{tests['device']}, commit {tests['commit'][:10]}, {tests['date']}."
-    return f"{head}\n\n{markdown(('file', *words), rows)}"
+    rows = [
+        (f"`{p}`", *(str(n[w]) for w in words), n.get("commit", tests["commit"])[:10])
+        for p, n in sorted(tests["files"].items())
+    ]
+    head = f"{tests['device']}, {tests['date']}."
+    return f"{head}\n\n{markdown(('file', *words, 'commit'), rows)}"
 
 
 def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -6,7 +6,7 @@ captured: a graph that was captured with short requests serves long ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from epicute.attention.decode_operands import Binder
 from epicute.attention.decode_schedule import DecodeSchedule
 from epicute.attention.decode_spec import DecodeSpec
 from epicute.attention.launch import Loaded
-from epicute.errors import require
+from epicute.errors import CompileError, require
 from epicute.jit import ObjectCache, Report, Target
 
 __all__ = ["DecodePlan", "DecodeWorkspace", "plan_decode"]
@@ -64,7 +64,15 @@ def plan_decode(
         "a DecodeSpec",
         "write plan_decode(DecodeSpec(heads=32, kv_heads=8, head_dim=128, page=64))",
     )
-    return DecodePlan(decode_kernel_for(spec, target=target, schedule=schedule), cache)
+    kernel = decode_kernel_for(spec, target=target, schedule=schedule)
+    try:
+        return DecodePlan(kernel, cache)
+    except CompileError:
+        if schedule is not None or kernel.schedule.resident == 1:
+            raise
+    # Half of an SM's registers do not suffice: a CTA has the SM to itself.
+    alone = replace(kernel.schedule, resident=1)
+    return DecodePlan(decode_kernel_for(spec, target=target, schedule=alone), cache)
 
 
 class DecodePlan:

@@ -7,6 +7,7 @@ NumPy, and nothing is compiled.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -28,6 +29,8 @@ from epicute.jit import ObjectCache, Report, Target, compile
 from epicute.weights import FragmentPacked, QuantizedInt4
 
 __all__ = ["MOST_ROWS", "FewRowsPlan", "plan_few_rows"]
+
+log = logging.getLogger("epicute.decode")
 
 MOST_ROWS = 256
 """Rows of x that ``run`` takes: beyond, the large GEMM on dequantised weights is faster."""
@@ -166,11 +169,22 @@ class FewRowsPlan:
         self._ready: WeakKeyDictionary[FragmentPacked, Any] = WeakKeyDictionary()
 
     def compile(self) -> FewRowsPlan:
-        """Compile or load all kernels; returns the plan. A plan for a weight on a GPU has done so."""
-        for rows in self.kernels:
-            if rows not in self._functions:
+        """Compile or load all kernels; returns the plan. A plan for a weight on a GPU has done so.
+
+        A kernel that would spill is left out where others serve its rows of x, some at a time or with rows to spare.
+        """
+        for rows in list(self.kernels):
+            if rows in self._functions:
+                continue
+            try:
                 compiled = compile(self.kernels[rows], cache=self._cache)
-                self._functions[rows], self.reports[rows] = compiled.function, compiled.report
+            except CompileError as error:
+                if len(self.kernels) == 1:
+                    raise
+                log.warning("%s; other kernels of the plan serve %d rows", error, rows)
+                del self.kernels[rows]
+                continue
+            self._functions[rows], self.reports[rows] = compiled.function, compiled.report
         return self
 
     def rows_of(self, m: int) -> int:

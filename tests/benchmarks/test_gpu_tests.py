@@ -115,6 +115,28 @@ def test_nothing_run_skips_and_failures_are_no_success(recorded, outcomes, statu
     )
 
 
+def test_files_that_passed_before_are_taken_over_with_their_commit(
+    recorded, tmp_path: Path
+) -> None:
+    counts = {"passed": 2, "failed": 0, "skipped": 0}
+    files = {
+        "tests/a.py": counts,
+        "tests/b.py": {**counts, "commit": "first"},
+        "tests/c.py": {**counts, "failed": 1},
+        "tests/gemm/test_gpu.py": {**counts, "passed": 9},
+    }
+    path = tmp_path / "before.json"
+    path.write_text(json.dumps({"commit": "second", "device": SOURCE.device, "files": files}))
+    code, record, _ = recorded({"passed": 3}, "--keep", str(path))
+    assert code == 0
+    assert record["files"] == {
+        "tests/a.py": {**counts, "commit": "second"},
+        "tests/b.py": {**counts, "commit": "first"},
+        "tests/gemm/test_gpu.py": {**counts, "passed": 3},
+    }
+    assert recorded({}, "--keep", str(path))[0] == 1  # nothing ran
+
+
 def test_without_a_gpu_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

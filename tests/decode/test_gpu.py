@@ -363,7 +363,7 @@ def test_the_rings_hand_over_a_hundred_thousand_times(late: bool, crowd: int, mm
 def test_sums_of_many_tiles_cross_a_cluster(mma: str, format: str, cluster: int) -> None:
     """28 rounds of an exchange whose buffers are used again and again; whole numbers, so bit for bit, twenty times."""
     changes = (("cluster", cluster), ("mma", mma), ("conversion", "registers"))
-    changes = (*changes, ("chunks", 1), ("wide", 1), ("sums", 1))
+    changes = (*changes, ("chunks", 1), ("wide", 1), ("sums", 1), ("slots", 3), ("in_flight", 2))
     case = Few(compose(Store(BF16)), 28672, 4096, format, 64, changes=changes)
     plan = planned(case, DEVICE)
     for seed in range(20):

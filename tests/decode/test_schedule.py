@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_refused(changes: dict, named: str) -> None:
 def test_published_layers_are_expected_near_their_bytes(
     shape: str, layer: str, format: str
 ) -> None:
-    """By the model: few rows within a fifth and the ends of a plain stream; from M = 32 on sums take longer than bytes."""
+    """By the model: few rows within a fifth and the ends of a plain stream; sums take long from M = 32 on."""
     n, k = projections(SHAPES[shape])[layer]
     bits = {"int4": 4, "fp8": 8, "bf16": 16}[format]
     records = Records.of(n, k, bits, 128 if bits == 4 else 0, False, TILES, RECORD_BYTES)
