@@ -42,15 +42,15 @@ CARVEOUT = 100
 """Percent of an SM's memory that is shared memory: kernels that overlap need the same, and projections have this."""
 
 SHARED_OF_TWO = 113 * 1024
-"""Bytes of shared memory of a CTA beside which the next kernel's fits."""
+"""Bytes of shared memory of a CTA beside which another fits."""
 
 WIDEST_OF_EIGHT = 80
-"""Channels of a head up to which eight warps leave registers for the next kernel's CTA."""
+"""Channels of a head up to which eight warps leave registers for another CTA."""
 
 
 def chain_schedule(spec: DecodeSpec) -> DecodeSchedule:
     """How attention goes about it between projections: as alone, but as one of two CTAs on an SM where registers and
-    shared memory allow that, so that the output projection reads weights while attention is still at work.
+    shared memory allow that: one's latencies are the other's time.
     """
     found = replace(choose_decode(spec), carveout=CARVEOUT)
     narrow = found.warps == 4 or spec.head_dim <= WIDEST_OF_EIGHT

@@ -67,7 +67,7 @@ def _decode(spec: DecodeSpec, schedule: DecodeSchedule) -> Any:
     except CompileError:
         if schedule.resident == 1:
             raise
-        # Half of an SM's registers do not suffice: the next kernel then starts when this one's CTAs have left.
+        # Half of an SM's registers do not suffice.
         return plan_decode(spec, schedule=replace(schedule, resident=1))
 
 
