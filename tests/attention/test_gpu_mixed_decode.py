@@ -52,6 +52,16 @@ def test_kd_01_kd_04_kd_08_kd_11_qk_08_attention_of_the_codes(name: str) -> None
     once()
 
 
+def test_new_values_are_entered_where_others_are_cleared() -> None:
+    """Lengths that end in an odd sixteen of a tile's tokens, where other warps clear what is behind the end."""
+    case = CASES["12:1 of 64 channels"]
+    batch = Batch.draw(case, [255, 31, 60, 700, 2999], 3, "cuda")
+    for _ in range(100):
+        run(batch)
+        assert batch.out.isfinite().all()
+    check(batch, planned(case).kernel)
+
+
 @pytest.mark.parametrize("group", [1, 3, 5, 7, 12, 16, 24])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_kd_08_any_ratio(group: int, head_dim: int) -> None:

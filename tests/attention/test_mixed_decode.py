@@ -160,6 +160,15 @@ class TestKernel:
             assert torch.equal(batch.out, first.out)
             assert torch.equal(batch.lse, first.lse)
 
+    @pytest.mark.parametrize("name", ["plain", "64 channels, scaled", "12:1 of 64 channels"])
+    def test_a_new_row_is_entered_by_who_clears_behind_it(self, name: str) -> None:
+        """Of the first and the last token in an odd sixteen, an even one, and the first and last one of a tile."""
+        case = CASES[name]
+        for lengths in ([17, 255, 60], [33, 129, 384]):
+            batch = Batch.draw(case, lengths, 7)
+            launch(batch, ctas=2, races=True, resident=1)
+            check(batch, kernel_of(case))
+
     @pytest.mark.parametrize("name", ["plain", "64 channels, page 32, fast8"])
     def test_shared_memory_is_read_behind_what_orders_it(self, name: str) -> None:
         for lengths, ctas in (([300, 5, 128], CTAS), ([1100, 513], 2)):

@@ -172,11 +172,15 @@ class DecodeTiles:
         source = shared_view(Int8, row + layout.row_scales + thread)
         target = shared_view(Int8, keys + page.scale_byte(own, thread))
         _copy_if(source, target, Boolean(thread < page.blocks))
-        position = token // 16 * 16 + position_of(token % 16)
-        place = value_place(thread, position, page.head_dim, page.page_size)
-        source = shared_view(Int8, row + layout.row_values + thread)
+        # The thread that has cleared the sixteen tokens around: another one's byte would be lost in what it writes.
+        chunk, channel = token // 16, thread % page.head_dim
+        mine = Boolean((chunk * page.head_dim + channel) % 128 == thread)
+        place = value_place(
+            channel, chunk * 16 + position_of(token % 16), page.head_dim, page.page_size
+        )
+        source = shared_view(Int8, row + layout.row_values + channel)
         target = shared_view(Int8, self.shared.v + values * layout.value_stage + place)
-        _copy_if(source, target, Boolean(thread < page.head_dim))
+        _copy_if(source, target, mine)
         if spec.terms:
             column, term = thread // spec.terms, thread % spec.terms
             query = self.part.head % spec.blocks * spec.columns + column
