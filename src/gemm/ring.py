@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Boolean, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 from epicute.gemm.arguments import ArgumentLayout
@@ -109,7 +109,9 @@ class Ring:
         )
         row = m_tile * self.sharers + self.group % self.sharers
         at = target[None, row, column // PANEL_COLUMNS]
-        send_panel(self.warp, atom, source, at)
+        # Of an output of one panel, every panel would be the first: an extent of one has no stride.
+        inside = Boolean(column < spec.shape[1])
+        send_panel(self.warp, inside, atom, source, at)
         self._next[0] = Int32(cutlass.select_(slot == self.slots - 1, Int32(0), slot + 1))
 
     def close(self) -> None:
@@ -125,8 +127,11 @@ def wait_for_slots(warp: Int32, pending: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def send_panel(warp: Int32, atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor) -> None:
-    """One warp stores the panel and closes the group."""
+def send_panel(
+    warp: Int32, inside: Boolean, atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor
+) -> None:
+    """One warp stores the panel, where the output has any of its columns, and closes the group."""
     if warp == 0:
-        cute.copy(atom, source, target)
+        if inside:
+            cute.copy(atom, source, target)
         cute.arch.cp_async_bulk_commit_group()

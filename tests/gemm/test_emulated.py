@@ -37,6 +37,15 @@ CASES = {
         70,
         2,
     ),
+    "fewer columns than a panel, output ring": (
+        "user.clipped",
+        "fp16",
+        24,
+        72,
+        "128x128c2r2",
+        127,
+        1,
+    ),
     "alone, all outputs": ("store.all", "fp8fast", 100, 264, "128x64c1", 129, 1),
     "pairs along N, ping-pong, residual": (
         "residual.bf16",
