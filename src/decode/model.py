@@ -1,5 +1,5 @@
-"""Which schedule: a model of the H200, whose rates were fitted to the times of 356 schedules of 35 layers on one: it is
-right to 15 % (root mean square), and its choice 1.3 % slower than the best of those tried (geometric mean).
+"""Which schedule: a model of the H200. Its rates were fitted to times of many schedules on one, which no published
+table holds: what a choice takes beside the other MMA's best is in ``projections``.
 
 A kernel takes as long as its bytes, unless products or the copies of x take longer; while x is copied, nothing is
 multiplied, and what the ring holds hides it. Clusters make shares of x small and exchanges of sums longer; tiles whose

@@ -65,9 +65,9 @@ FEW, MANY = 80, 208
 """Registers of a thread of the first warpgroup and of the consumers, after they have traded. A launch gives each
 168 of them.
 
-Measured and gone: two CTAs to an SM, the next kernel's beside this one's. An empty SM takes both of one cluster, while
-others idle: a chain took 61 us, not 44. Sixteen consumer warps in two teams that take records in turns, at 104
-registers: a third slower with `mma.sync`, alike with `wgmma`.
+Tried and gone, as slower: two CTAs to an SM, the next kernel's beside this one's, since an empty SM takes both of one
+cluster while others idle; sixteen consumer warps in two teams that take records in turns, at 104 registers (tried
+with the slower copies of x that ``stage`` names).
 """
 
 AROUND_X = 1

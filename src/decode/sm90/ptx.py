@@ -231,8 +231,7 @@ def store_async(address: Any, values: list[Any], barrier: Any) -> None:
     """Four float32 in the shared memory of a CTA of the cluster; their sixteen bytes arrive at an mbarrier there.
 
     Whoever waits for them sees them, with no fence of ours: an arrival that releases to the cluster waits until all
-    that the thread has stored anywhere is seen by the GPU, and its acquire drops the L1. Four such arrivals took 7 us
-    for each tile of a cluster of four; one number a lane took a clock each.
+    that the thread has stored anywhere is seen by the GPU, and its acquire drops the L1.
     """
     text = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [$0], {$1, $2, $3, $4}, [$5];"
     effect(text, "r,f,f,f,f,r", Int32(address), *map(Float32, values), Int32(barrier))

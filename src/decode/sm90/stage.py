@@ -22,8 +22,7 @@ BATCH = 8
 FEWER = 4
 """The same where gains take registers too.
 
-Measured and gone: `cp.async` in place of loads and stores (64 KB of x: 6 us more), also of the next part of x while one
-is multiplied.
+Tried and gone, as slower: `cp.async` in place of loads and stores, also of the next part of x while one is multiplied.
 """
 
 
