@@ -93,7 +93,7 @@ class StagedTable(Staged, TableOperands):
 class StagedNibbles(Staged):
     """Every nibble by itself: shifted, masked, converted, and 8 subtracted."""
 
-    value_zero = None
+    value_zeros = None
 
     def _expanded(self, word: Any) -> list[Any]:
         lanes = [number(word, 4 * nibble_of_channel(c)) for c in range(8)]

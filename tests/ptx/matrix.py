@@ -1,13 +1,14 @@
 """Matrix instructions: ldmatrix, stmatrix, movmatrix, mma.sync and wgmma, on the fragments that lanes hold.
 
 Products are added in float64 and rounded to float32 once an instruction; the hardware rounds more often, of FP8
-coarser.
+coarser, which ``cutting`` imitates.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.ptx.machine import Warp
 from tests.ptx.maps import swizzled
 from tests.ptx.program import Instruction, known
 
-__all__ = ["make"]
+__all__ = ["cutting", "make"]
 
 Step = Callable[[Warp, Any], None]
 LANE = np.arange(LANES)
@@ -40,6 +41,31 @@ VALUES: dict[str, tuple[int, Callable[[np.ndarray], np.ndarray]]] = {
     "tf32": (32, lambda x: (x & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)),
 }
 """Of a type: its bits, and its values from their patterns."""
+
+
+_CUTS = [False]
+
+
+@contextmanager
+def cutting() -> Iterator[None]:
+    """In the block wgmma of FP8 adds as Hopper does, in 13 fraction bits; slow."""
+    _CUTS[0] = True
+    try:
+        yield
+    finally:
+        _CUTS[0] = False
+
+
+def cut_sum(a: np.ndarray, b: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """before + a @ b.T where all terms of a sum, and the sum, are cut at 2^-13 of the largest, toward zero.
+
+    a: (rows, K). b: (columns, K). before: (rows, columns). At once: float64 (rows, columns, K).
+    """
+    terms = np.concatenate([a[:, None] * b[None], before[..., None]], axis=-1)
+    unit = np.ldexp(1.0, np.frexp(np.abs(terms).max(axis=-1))[1] - 14)
+    total = (np.trunc(terms / unit[..., None])).sum(axis=-1) * unit
+    unit = np.ldexp(1.0, np.frexp(total)[1] - 14)
+    return np.trunc(total / unit) * unit
 
 
 def make(h: Any, x: Instruction) -> Step:
@@ -322,11 +348,15 @@ def _wgmma(h: Any, x: Instruction) -> Step:
                 w.products.append(bytes_)
         else:
             w.products.append(None)
-        product = (a @ b.T)[c] * (signs[0] * signs[1])
         adds = scale(w)
         assert (adds == adds[0]).all(), f"{x.opcode}: lanes scale differently"
-        if adds[0]:
-            product = product + file[d].view(np.float32)
+        before = file[d].view(np.float32) if adds[0] else np.zeros((len(d), LANES), np.float32)
+        if size == 1 and _CUTS[0]:
+            whole_before = np.zeros((16, n))
+            whole_before[c] = before
+            product = cut_sum(a * (signs[0] * signs[1]), b, whole_before)[c]
+        else:
+            product = (a @ b.T)[c] * (signs[0] * signs[1]) + before
         file[d] = product.astype(np.float32).view(np.uint32)
 
     return step

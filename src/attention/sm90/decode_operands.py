@@ -45,12 +45,13 @@ class Operands:
         slack: a column's reference stays until a logit is 2^slack above it.
         joint: slabs, each of a tile of its own, that a warp has in flight where it can.
         codes: whether products with keys are of integers (``key_codes``).
-        value_zero: a word of values whose codes are of the value 0; None where codes are values.
+        value_zeros: words of values whose codes are of the value 0, of rows g and g + 8 of the tile behind the last:
+            low nibbles and bytes; None where codes are values.
         shared: whether queries stay in shared memory, where a CTA's warps have rotated them (``prepare``).
     """
 
     shift, slack, joint, shared, codes = 0, 8, 1, False, False
-    value_zero: int | None = None
+    value_zeros: tuple[int, int] | None = None
 
     def __init__(self, spec: DecodeSpec, schedule: DecodeSchedule, lane: Any) -> None:
         self.spec, self.schedule = spec, schedule

@@ -55,8 +55,8 @@ class DecodeSteps:
     """A thread's fragments and the steps over them; one object for all pieces.
 
     Attributes:
-        out: accumulators of Oᵀ, for each eight columns and sixteen channels four, and behind them four of the product
-            with codes of zero, where codes have one (``Operands.zero``).
+        out: accumulators of Oᵀ, for each eight columns and sixteen channels four, and behind them four of the products
+            with codes of zero, where codes have one (``Operands.value_zeros``).
         bias: of the lane's columns, what is added to logits: minus the reference, a whole number, plus ``shift``.
             ``UNSEEN`` where nothing was seen.
         limit: above which a biased logit of any column may move its reference; -inf until all have seen something.
@@ -88,7 +88,7 @@ class DecodeSteps:
         self.operands: Operands = operands
         self.shared, self.warp = shared, warp
         self.joint = self.operands.joint if schedule.stages > self.operands.joint else 1
-        self.tiles = self.steps + (self.operands.value_zero is not None)
+        self.tiles = self.steps + (self.operands.value_zeros is not None)
         self.out = cute.make_rmem_tensor(self.columns * self.tiles * 4, Float32)
         if not self.operands.shared:
             self.query = cute.make_rmem_tensor(self.columns * self.steps * 2, Int32)
@@ -215,17 +215,6 @@ class DecodeSteps:
     def _origins(self) -> list[list[Any]]:
         """Where sums of codes begin, likewise."""
         return [shared_load(Int32, place + 8, 2) for place in self._levels()]
-
-    @cute.jit
-    def _prepare(self, scale, rows, levels) -> None:
-        """This warp's share of the CTA's columns; those that pad are zeros."""
-        pitch = self.schedule.query_pitch(self.spec)
-        columns = self.schedule.columns(self.spec)
-        for mine in cutlass.range(self.warp, columns, self.schedule.warps, unroll=1):
-            column = self.block * self.block_columns + mine
-            address, inside = self._row_of_query(column), Boolean(column < self.spec.columns)
-            places = rows + mine * pitch, levels + mine * 4
-            self.preparer.prepare(address, inside, scale, *places)
 
     def _queries(self, step: int) -> list[list[list[Any]]]:
         """B operands of an even step and the next, of each eight columns."""
@@ -472,8 +461,8 @@ class DecodeSteps:
         for lanes in logits:
             columns.append([turn_matrix(w) for w in pack_words(lanes, part.value_kind)])
         for tile in range(self.tiles):
-            zero = tile == self.steps
-            a = [Int32(part.value_zero)] * 4 if zero else part.value(tile, kept)
+            last = tile == self.steps
+            a = [Int32(x) for x in part.value_zeros] * 2 if last else part.value(tile, kept)
             for j, b in enumerate(columns):
                 place = (j * self.tiles + tile) * 4
                 c = [self.out[place + i] for i in range(4)]
@@ -487,13 +476,15 @@ class DecodeSteps:
             nothing = self.bias[c] == Float32(UNSEEN)
             reference = shift - self.bias[c]
             self.maximum[c] = Float32(cutlass.select_(nothing, -Float32.inf, reference))
-        if operands.value_zero is None:
+        if operands.value_zeros is None:
             return
         for j in range(self.columns):
             first = j * self.tiles * 4
-            zeros = [self.out[first + self.steps * 4 + e] * -(2.0**24) for e in range(2)]
+            zeros = [self.out[first + self.steps * 4 + i] for i in range(4)]
             for low in range(first, first + 4 * self.steps, 8):
                 for i in range(low, low + 4):
                     # Of bytes, 16h + l, and of their low nibbles: both in the same unit.
-                    self.out[i + 4] = fma(self.out[i + 4] - self.out[i], 2.0**20, zeros[i % 2])
-                    self.out[i] = fma(self.out[i], 2.0**24, zeros[i % 2])
+                    nibble = self.out[i] - zeros[i % 2]
+                    byte = self.out[i + 4] - zeros[2 + i % 2]
+                    self.out[i + 4] = (byte - nibble) * 2.0**20
+                    self.out[i] = nibble * 2.0**24
