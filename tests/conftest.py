@@ -1,4 +1,4 @@
-"""What every test has: a cache of its own, hypothesis settings, and markers for what it needs.
+"""What every test has: a cache of its own, hypothesis settings, and markers for what it needs; of a GPU test, an end.
 
 Nothing here imports the DSL, so that collecting the tests costs no second and works without it.
 """
@@ -14,6 +14,9 @@ import hypothesis
 import pytest
 
 NEEDS = ("compile", "gpu", "gates")
+
+KEPT_BYTES = 2**35
+"""Of GPU memory, that the allocator may keep from one test to the next."""
 
 # The same draws in every run of the same code, so that a failure is the change's; `thorough` draws anew.
 hypothesis.settings.register_profile(
@@ -68,3 +71,22 @@ def compiled_objects(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EPICUTE_CACHE_DIR", str(folder))
         yield folder
+
+
+@pytest.fixture(autouse=True)
+def finished(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A GPU test ends when its kernels do, and leaves no large buffer with the allocator.
+
+    A kernel that faulted takes the process's context with it: later tests would fail for no fault of their own.
+    """
+    yield
+    if not request.node.get_closest_marker("gpu"):
+        return
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        pytest.exit(f"{request.node.nodeid}: {error}", returncode=3)
+    if torch.cuda.memory_reserved() > KEPT_BYTES:
+        torch.cuda.empty_cache()

@@ -81,10 +81,12 @@ class MixedSpec:
         pv: ``two_level`` promotes the sums of 128 tokens to FP32, ``direct`` does not.
         p_scale: 448, or 256, of the probabilities.
         terms: BF16 terms of ΔS beside the records (1 to 3); 0 where keys are not smoothed.
-        placement: where ΔS is added. ``acc_init``: accumulators begin with it, exact in exact16, while FP8 accumulators
-            cut it, like all they hold, at 2^-13 of the largest term. ``mma``: a product of depth 16 with its terms
-            begins them. ``elementwise``: to the finished logits, exact; the registers that takes leave no room for
-            overlapped products of 128 channels.
+        placement: where ΔS is added. ``acc_init``: accumulators begin with it. ``mma``: a product of depth 16 with its
+            terms begins them. Both are exact in exact16; in fast8 they keep ΔS at 13 fraction bits, as FP8 accumulators
+            cut all they add, and themselves, at 2^-13 of the largest term: on a loud channel that is ΔS, and with it
+            every product loses up to 2^-13 |ΔS|, a logit some 2^-13 |ΔS| (1/√3 + 2/√head_dim) at the default scale
+            (``docs/attention.md``). ``elementwise``: to the finished logits, in float32; the registers that takes leave
+            no room for overlapped products of 128 channels.
     """
 
     heads: int

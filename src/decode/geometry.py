@@ -42,6 +42,8 @@ __all__ = [
     "segments_of",
     "share_of",
     "shares_of",
+    "span_of",
+    "split",
     "tile_rows",
     "vector_place",
     "warp_rows",
@@ -72,6 +74,15 @@ OPERAND_ROW = 2 * BLOCK
 """Bytes of a row of a block as WGMMA reads it: of the 128-byte swizzle."""
 
 
+def split(x: Any, n: int) -> tuple[Any, Any]:
+    """(x // n, x % n) of an x that is not negative, which a compiler does not know of a 32-bit integer: where n is a
+    power of two a shift and a mask, else some six instructions each.
+    """
+    if n & (n - 1):
+        return x // n, x % n
+    return x >> (n.bit_length() - 1), x & (n - 1)
+
+
 def warp_rows(bits: int, mma: str = "sync") -> int:
     """Rows of a record that one warp multiplies: with more of them, fewer reads of the same activations."""
     return 16 if bits == 16 or mma == "wgmma" else 32
@@ -85,6 +96,12 @@ def shares_of(bits: int, mma: str = "sync") -> int:
 def segment_blocks(record: Record) -> int:
     """Blocks of 64 k of a segment."""
     return 2 if record.group == 2 * BLOCK else 1
+
+
+def span_of(record: Record) -> int:
+    """k whose products a warp adds up before it scales them: a group, at most a segment."""
+    segment = segment_blocks(record) * BLOCK
+    return min(record.group, segment) if record.group else segment
 
 
 def segments_of(record: Record) -> int:
@@ -103,12 +120,10 @@ def vector_place(row: Any, vector: Any, rows: int, run: int) -> Any:
     Blocks of 64 k, in them groups of eight rows, in them two halves of 32 vectors, one a lane: lane 4g + t of a warp
     multiplies row g, and its four steps of the block take what it reads there in order. ``run``: of the record.
     """
-    within = vector % 8
-    if run == 16:
-        lane, half = within // 2, within % 2
-    else:
-        lane, half = within % 4, within // 4
-    return ((vector // 8 * (rows // 8) + row // 8) * 2 + half) * 32 + row % 8 * 4 + lane
+    block, within = split(vector, 8)
+    lane, half = split(within, 2) if run == 16 else split(within, 4)[::-1]
+    eight, inside = split(row, 8)
+    return ((block * (rows // 8) + eight) * 2 + half) * 32 + inside * 4 + lane
 
 
 def operand_place(row: Any, vector: Any, word: Any, rows: int, run: int) -> Any:

@@ -42,14 +42,25 @@ PER_SM = 83e3
 PRODUCTS = {
     "sync": {8: 79e3, 16: 63e3, 32: 82e3, 64: 30e3},
     "wgmma": {8: 54e3, 16: 43e3, 32: 66e3, 64: 104e3},
+    "integers": {8: 100e3, 16: 82e3, 32: 45e3, 64: 24e3},
 }
-"""Weights that one SM multiplies per microsecond, by MMA and rows of x; latencies are among what decides them."""
+"""Weights that one SM multiplies per microsecond, by MMA, or conversion, and rows of x; latencies are among what
+decides them.
+"""
 
 INGRESS = 100e3
 """Bytes that one SM takes in per microsecond from L2 and memory together."""
 
 COPY = 21.6e3
 """Bytes of x that one SM copies per microsecond: 32 KB under way, of an L2 that all SMs ask at once."""
+
+INTEGERS = 14e3
+"""The same where they become integers."""
+
+LIVE = {8: 4.5 / 8, 16: 12.5 / 16}
+"""Share of a bucket's rows that are there on average, as far as no other bucket serves them; only these become
+integers.
+"""
 
 SENT = 42e3
 """Bytes of partial sums that the consumers of one SM hand on per microsecond."""
@@ -88,8 +99,9 @@ def choose(
     forms = (mma,) if mma else MMAS[: 1 if invariant or rows <= 16 else 2]
     found = []
     for form in forms:
-        exact = invariant or rows > 16 or form == "wgmma"
-        plain = FewRowSchedule(rows, conversion="registers" if exact else "sums", mma=form)
+        integers = problem.record.bits == 4 and form == "sync" and rows <= 16 and not invariant
+        conversion = "integers" if integers else "registers"
+        plain = FewRowSchedule(rows, conversion=conversion, mma=form)
         for cluster in CLUSTERS:
             if cluster > problem.records.along:
                 continue
@@ -156,14 +168,19 @@ def expected_microseconds(problem: FewRowProblem, schedule: FewRowSchedule) -> f
     records = rounds * problem.bands * chunks
     weights = records * record.size
     whole = schedule.chunks >= chunks
+    kind, copy = schedule.mma, COPY
+    if schedule.conversion == "integers":
+        kind, copy = "integers", INTEGERS
     readings = 1 if whole else -(-rounds // schedule.wide) * problem.bands
     copies = readings * -(-chunks // schedule.chunks)
     x = readings * chunks * record.depth * schedule.rows * 2
-    work = records * record.rows * record.depth / PRODUCTS[schedule.mma][schedule.rows]
+    if kind == "integers":
+        x *= LIVE.get(schedule.rows, 1.0)
+    work = records * record.rows * record.depth / PRODUCTS[kind][schedule.rows]
     # While x is copied, the ring fills and nothing is multiplied: at the start, and wherever x is read again.
     ring = copies * schedule.slots * record.size / PER_SM
-    exposed = max(x / COPY - ring, 0.0)
-    busy = work if whole else work + x / COPY - exposed
+    exposed = max(x / copy - ring, 0.0)
+    busy = work if whole else work + x / copy - exposed
     stream = max(problem.records.nbytes / STREAM, weights / PER_SM, (weights + x) / INGRESS)
     sums = Shared(problem, schedule).exchange
     busy += rounds * sums / SENT

@@ -7,10 +7,11 @@ else does. With them fixed, a row has the same bits whatever else is in its batc
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from epicute.decode.geometry import BAND, MMAS, pitch_of, shares_of, warp_rows
+from epicute.decode.geometry import BAND, MMAS, pitch_of, shares_of, span_of, warp_rows
 from epicute.errors import require
 from epicute.jit import Target
 from epicute.layouts import Record, Records
@@ -29,7 +30,7 @@ BUCKETS = (8, 16, 32, 64)
 """Rows of x that a kernel can be compiled for; more are served in tiles of the last."""
 
 CLUSTERS = (1, 2, 4, 8)
-CONVERSIONS = ("sums", "registers", "bias")
+CONVERSIONS = ("integers", "sums", "registers", "bias")
 
 LINE = 128
 ATOM = 1024
@@ -113,8 +114,9 @@ class FewRowSchedule:
         slots: records that the ring holds. in_flight: of them under way at once.
         chunks: records' worth of x along k that shared memory holds. Where that is all of a CTA's share, x is read
             once; else it is read again for every band.
-        conversion: how INT4 codes become numbers (see ``sm90.convert``): ``"sums"``, ``"registers"`` or ``"bias"``.
-            With ``mma`` ``"wgmma"`` always ``"registers"``: the others would be one more product for each.
+        conversion: how INT4 codes become numbers (see ``sm90.convert``): ``"sums"``, ``"registers"`` or ``"bias"``; or
+            ``"integers"``, x becomes integers (see ``sm90.integers``). With ``mma`` ``"wgmma"`` always ``"registers"``:
+            the others would be one more product for each.
         evict_first: whether weights leave L2 before anything else does.
         late: start the next kernel when this one's last weights are under way, not at once. Slower: CTAs of one kernel
             then crowd some SMs and leave others idle, which is what tests of the ring want.
@@ -156,6 +158,13 @@ class FewRowSchedule:
             "write replace(schedule, conversion='registers')",
         )
         along = problem.records.along
+        require(
+            self.conversion != "integers" or problem.record.bits == 4,
+            "schedule.conversion",
+            repr(self.conversion),
+            f"'registers' for weights of {problem.record.bits} bits",
+            "write replace(schedule, conversion='registers')",
+        )
         require(
             self.cluster <= along,
             "schedule.cluster",
@@ -236,7 +245,18 @@ class Shared:
     @property
     def chunk(self) -> int:
         """Bytes of one record's worth of x."""
-        return self.problem.record.depth * self.schedule.rows * 2
+        size = self.problem.record.depth * self.schedule.rows * 2
+        if self.schedule.conversion != "integers":
+            return size
+        spans = self.problem.record.depth // span_of(self.problem.record)
+        return size + _rounded(8 * spans * self.schedule.rows)
+
+    def factor_place(self, span: Any, row: Any) -> Any:
+        """Where the factor of a span of a row of x is, as integers, from its record's start on: a float32 and the sum
+        of the integers.
+        """
+        rows = self.schedule.rows
+        return self.problem.record.depth * rows * 2 + (span * rows + row) * 8
 
     @property
     def sums(self) -> int:

@@ -360,6 +360,27 @@ class MixedBatch:
         out = out / total.masked_fill(nothing, 1.0)[..., None]
         return out.transpose(0, 1), lse
 
+    def cut_lse(self, i: int, lse: torch.Tensor) -> torch.Tensor:
+        """(heads, queries) by how much FP8 accumulators that take in ΔS may be off in ``lse``, the request's, beside
+        what they cut of products alone; 0 where none does.
+
+        An instruction cuts all terms of its sums, the accumulator among them, toward zero at 2^-13 of the power of two
+        of the largest. Where ΔS is that, the cut is at u = 2^-13 |ΔS| or below. ΔS loses less than u when it comes in,
+        and the sum as much again when it passes a power of two: 2 u to one side. The D products lose less than u each,
+        to either side as their signs are: a root mean square of √(D / 3) u at most, as if each were cut anywhere. The
+        LSE moves by its keys' losses, each times its probability p (a cap makes that less): by 2 Σ p u, and, at three
+        standard deviations, 3 √(D / 3 · Σ (p u)²). u is the logit's, so that the scale of the softmax is in it.
+        """
+        spec = self.spec
+        if spec.wide or not spec.terms or spec.placement == "elementwise":
+            return torch.zeros_like(lse)
+        delta = self.values(i)[3]
+        assert delta is not None
+        unit = spec.scale * 2.0**-13 * delta.abs().T[:, None]
+        lost = torch.exp(self.logits(i)[0] - lse[..., None]) * unit
+        noise = math.sqrt(spec.head_dim / 3) * lost.square().sum(dim=2).sqrt()
+        return 2 * lost.sum(dim=2) + 3 * noise
+
     def unquantised(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) of a request by the reference on q, k and v as drawn; lse less what smoothing takes from it."""
         spec = self.spec

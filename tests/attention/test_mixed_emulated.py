@@ -1,6 +1,7 @@
 """Mixed-precision kernels run from their PTX on the CPU: whole clusters, with TMA, barriers and matrix products.
 
-Matrix products are exact here, so that what FP8 accumulators lose is not seen; all else of the contract is.
+Matrix products are exact here, so that what FP8 accumulators lose is not seen; all else of the contract is. One test
+cuts as they do: what they lose of ΔS.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from epicute.attention.mixed import MixedSpec
 from tests.attention.mixed_cases import MixedBatch
 from tests.attention.mixed_emulated import emulate
 from tests.gemm.device import Output
+from tests.ptx.matrix import cutting
 
 pytestmark = pytest.mark.compile
 
@@ -134,6 +136,24 @@ def test_a_shift_of_fast8_keys_cancels_but_for_their_rounding() -> None:
     compare(batch, *emulate(batch))
     batch.shift = -2
     compare(batch, *emulate(batch))
+
+
+@pytest.mark.parametrize("placement", ["acc_init", "mma", "elementwise"])
+def test_fp8_accumulators_cut_a_loud_delta_unless_it_is_added_outside(placement: str) -> None:
+    given = spec(qk="fast8", terms=2, placement=placement)
+    batch = MixedBatch.draw(given, [(4, 40)], 2, outlier=30.0, device="cpu")
+    with cutting():
+        _, lse = emulate(batch)
+    assert lse is not None
+    _, sums = batch.modelled(0)
+    error = (batch.parts(lse.tensor, 1)[0].double() - sums).abs()
+    cut, products = batch.cut_lse(0, sums), 1e-3
+    assert (error <= products + cut).all()
+    if placement == "elementwise":
+        assert (cut == 0).all()
+    else:
+        # ΔS's own share is seen: beyond exact products (LSE), and beyond those that are cut without it.
+        assert error.max() > max(LSE, products)
 
 
 def test_qk_02_qk_03_zero_keys_and_values_give_zeros() -> None:

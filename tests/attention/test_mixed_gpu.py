@@ -31,7 +31,10 @@ def planned(spec: MixedSpec) -> MixedPlan:
 
 
 def budgets(spec: MixedSpec) -> tuple[float, float, float]:
-    """(norm, worst row, LSE): the contract's for exact16; FP8 accumulators cut logits too, at 2^-13 of the largest."""
+    """(norm, worst row, LSE): the contract's for exact16; FP8 accumulators cut logits too, at 2^-13 of the largest.
+
+    Of that ΔS may be a part, and a large one: ``cut_lse`` is what it adds to the last.
+    """
     if spec.out_is_fp8:
         return 4.5e-2, 8e-2, 3e-3
     if spec.wide:
@@ -59,7 +62,8 @@ def compare(batch: MixedBatch) -> None:
         if lses:
             finite = sums.isfinite()
             assert (lses[i].double()[~finite] == sums[~finite]).all()
-            assert ((lses[i].double() - sums)[finite].abs() <= lse).all(), (i, queries, keys)
+            near = (lses[i].double() - sums).abs() <= lse + batch.cut_lse(i, sums)
+            assert near[finite].all(), (i, queries, keys)
 
 
 @pytest.mark.parametrize("name", SPECS)

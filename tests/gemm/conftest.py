@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
 
 from epicute.errors import EpicuteError
-
-KEPT_BYTES = 2**35
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,22 +30,3 @@ def precompiled(request: pytest.FixtureRequest, compiled_objects: Path) -> None:
         precompile([case.kernel() for case in cases], workers)
     except (EpicuteError, BrokenProcessPool, OSError) as error:
         warnings.warn(f"precompile: {error}", stacklevel=1)
-
-
-@pytest.fixture(autouse=True)
-def finished(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A GPU test ends when its kernels do, and leaves no large buffer with the allocator.
-
-    A kernel that faulted takes the process's context with it: later tests would fail for no fault of their own.
-    """
-    yield
-    if not request.node.get_closest_marker("gpu"):
-        return
-    import torch
-
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        pytest.exit(f"{request.node.nodeid}: {error}", returncode=3)
-    if torch.cuda.memory_reserved() > KEPT_BYTES:
-        torch.cuda.empty_cache()

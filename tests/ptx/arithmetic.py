@@ -211,6 +211,9 @@ class Arithmetic:
         if kind in ("f16x2", "bf16x2", "f16", "bf16"):
             return self._packed(x, mask)
         function = "np.minimum" if x.name == "min" else "np.maximum"
+        if kind == "u16x2":
+            a, b = (self.source(o, "u32") for o in x.operands[1:])
+            return self._put(x.operands[0], "u32", f"convert.pairs({function}, {a}, {b})", mask)
         if kind[0] == "f" and "NaN" not in x.parts:
             function = "np.fmin" if x.name == "min" else "np.fmax"
         sources = [self.source(o, kind) for o in x.operands[1:]]

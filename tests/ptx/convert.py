@@ -199,6 +199,12 @@ def permuted(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
     return found
 
 
+def pairs(pick: np.ufunc, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """A function of each half of two words."""
+    low, high = (pick(a >> s & 0xFFFF, b >> s & 0xFFFF).astype(np.uint32) for s in (0, 16))
+    return low | high << np.uint32(16)
+
+
 def dp4a(a: np.ndarray, b: np.ndarray, c: np.ndarray, kinds: list[str]) -> np.ndarray:
     """A sum of four products of bytes on top of ``c``."""
     x, y = (

@@ -20,7 +20,7 @@ from tests.ptx.machine import Warp
 from tests.ptx.maps import swizzled
 from tests.ptx.program import Instruction, known
 
-__all__ = ["cutting", "make"]
+__all__ = ["cut_sum", "cutting", "make"]
 
 Step = Callable[[Warp, Any], None]
 LANE = np.arange(LANES)

@@ -82,6 +82,8 @@ WILD[:8] = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-41, -3e38, 500.0]
          lambda x, y: np.isnan(x).astype(np.float32)),
         ("setp.ne.f32 %p1, %r20, %r20; selp.f32 %r2, 0f3F800000, 0f00000000, %p1;", lambda x, y: 0 * np.ones(32)),
         ("cvt.rni.f32.f32 %r2, %r20;", lambda x, y: np.rint(x)),
+        ("max.u16x2 %r2, %r20, %r21;",
+         lambda x, y: np.maximum(x.view(np.uint16), y.view(np.uint16)).view(np.float32)),
         ("rcp.approx.ftz.f32 %r2, %r21;", lambda x, y: 1 / y),
         ("cvt.rn.bf16x2.f32 %r2, %r20, %r20; and.b32 %r2, %r2, 0xffff0000;",
          lambda x, y: torch.from_numpy(x).bfloat16().float().numpy()),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.ptx.maps import swizzled
+from tests.ptx.matrix import cut_sum, cutting
 from tests.ptx.snippets import run, snippet, words
 
 DTYPES = {
@@ -298,3 +299,66 @@ class TestWgmma:
             threads=128,
             races=True,
         )
+
+
+class TestCutting:
+    """What Hopper's FP8 accumulators are known to do, as ``cut_sum`` imitates it."""
+
+    @staticmethod
+    def added(c: float, *products: float) -> float:
+        """c and up to 32 products, by one instruction."""
+        a = np.zeros((1, 32))
+        a[0, : len(products)] = products
+        return float(cut_sum(a, np.ones((1, 32)), np.full((1, 1), c))[0, 0])
+
+    @pytest.mark.parametrize("sign", [1, -1])
+    def test_thirteen_fraction_bits_of_the_largest_are_kept(self, sign: int) -> None:
+        kept, lost = sign * 2.0**-13, sign * 2.0**-14
+        for one in (1.0, -1.0):
+            assert self.added(one, kept) == self.added(kept, one) == self.added(0, one, kept)
+            assert self.added(one, kept) == one + kept
+            assert self.added(one, lost) == self.added(lost, one) == self.added(0, one, lost) == one
+
+    def test_terms_are_cut_before_they_are_added(self) -> None:
+        assert self.added(1.0, *[2.0**-14] * 32) == 1
+        assert self.added(1.0, -1.0, 2.0**-14) == 0
+        assert self.added(1.0, 1.5 * 2.0**-13, 1.5 * 2.0**-13) == 1 + 2 * 2.0**-13
+
+    @pytest.mark.parametrize("sign", [1, -1])
+    def test_the_accumulator_is_cut_with_nothing_to_add(self, sign: int) -> None:
+        assert self.added(sign * (1 + 2.0**-14)) == sign
+        assert self.added(sign * (1 + 2.0**-13)) == sign * (1 + 2.0**-13)
+        assert self.added(0.0) == 0
+
+    def test_the_sum_is_cut_too(self) -> None:
+        assert self.added(1 + 2.0**-13, 1.0) == 2
+        assert self.added(1 + 2.0**-12, 1.0) == 2 + 2.0**-12
+
+    def test_a_sum_of_ones_stops_at_2_to_the_14(self) -> None:
+        total = 16380.0
+        for _ in range(8):
+            total = self.added(total, 1.0)
+        assert total == 16384
+
+    def test_each_sum_has_a_unit_of_its_own(self) -> None:
+        a, b = np.array([[1.0, 2.0**-14], [2.0**-1, 2.0**-14]]), np.array([[1.0, 1.0], [0.0, 1.0]])
+        found = cut_sum(a, b, np.array([[0.0, 0.0], [0.0, 2.0]]))
+        assert found.tolist() == [[1.0, 2.0**-14], [0.5 + 2.0**-14, 2.0]]
+
+    def test_wgmma_of_fp8_cuts_in_the_block_alone(self) -> None:
+        """1 and 2^-9 times 2^-5, of which the second is lost; and to products of 16 bits nothing happens."""
+        a, b = torch.zeros(64, 32), torch.zeros(8, 32)
+        a[:, 0], a[:, 1], b[:, 0], b[:, 1] = 1, 2.0**-9, 1, 2.0**-5
+
+        def found(kind: str) -> np.ndarray:
+            k = 32 // DTYPES[kind].itemsize
+            x, y = (boxes(some[:, :k].to(DTYPES[kind]), 32, 256, 0) for some in (a, b))
+            setup = descriptor("%rd14", A_AT, 16, 256, 32) + descriptor("%rd15", B_AT, 16, 256, 32)
+            turns = "" if k == 32 else ", 0, 0"
+            shape, pairs = f"m64n8k{k}", [("%rd14", "%rd15")]
+            return multiply(shape, f"{kind}.{kind}", setup, pairs, turns, both(x, y))
+
+        with cutting():
+            assert (found("e4m3") == 1).all()
+            assert (found("f16") == 1 + 2.0**-14).all()
+        assert (found("e4m3") == 1 + 2.0**-14).all()

@@ -7,6 +7,8 @@ shift and one LOP3 for two codes. What is too much is taken back in one of three
     sums        once a group: sum of (offset + zero) x, from a product with ones that all row tiles of a warp share
     bias        a second MMA for each: - (128 + zero) · x, FuTransformer 4.6's "bias MMA"
 
+or no numbers are made of them at all, and activations become integers instead (``integers``).
+
 FP8 is E4M3; with BF16 activations its seven bits are moved into a BF16 number and multiplied by 2^120, which is exact
 for all codes but NaN, which weights do not hold.
 """
@@ -44,6 +46,7 @@ class Convert:
         self.exact = not self.integer or conversion == "registers"
         self.summed = self.integer and conversion == "sums"
         self.biased = self.integer and conversion == "bias"
+        self.bytes = self.integer and conversion == "integers"
 
     def ones(self) -> list[Any]:
         """An A fragment of ones."""
@@ -51,6 +54,8 @@ class Convert:
 
     def odd_factor(self) -> float:
         """What sums of rows g + 8 are multiplied by."""
+        if self.bytes:
+            return 1.0 / 16
         return ODD_FACTOR[self.dtype] if self.integer else 1.0
 
     def offset(self, row: int, zero: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, cute
 
-from epicute.decode.geometry import FINISHERS, partial_place
+from epicute.decode.geometry import FINISHERS, partial_place, split
 from epicute.decode.schedule import FewRowProblem, FewRowSchedule, Shared
 from epicute.decode.sm90.ptx import add, load_four, remote, store_async
 
@@ -57,7 +57,8 @@ class Exchange:
 
     def _cell(self, at: Any) -> tuple[Any, Any]:
         """(row of x, first feature); beyond the last, those of some other."""
-        return at // self.quads % self.schedule.rows, at % self.quads * FOUR
+        row, quad = split(at, self.quads)
+        return split(row, self.schedule.rows)[1], quad * FOUR
 
     def _sum(self, sums: Any, row: Any, feature: Any) -> list[Any]:
         rows, tile = self.schedule.rows, self.problem.tile
@@ -77,6 +78,6 @@ class Exchange:
         if inside:
             arrivals, barrier, rank = target
             owned = self.schedule.owned
-            owner = row // owned
-            place = partial_place(rank, row % owned, feature, owned, self.problem.tile)
+            owner, mine = split(row, owned)
+            place = partial_place(rank, mine, feature, owned, self.problem.tile)
             store_async(remote(arrivals + Int32(place) * 4, owner), values, remote(barrier, owner))

@@ -185,8 +185,10 @@ class Finishers:
             self._task(arguments, base, walk, state, count, m, tile, task, lane)
         cute.arch.sync_warp()
         if cutlass.const_expr(self.cluster > 1):
+            # Only where somebody waits for it: no CTA is called behind its end, and none has to wait for the others.
+            awaited = count < walk.m_tiles * walk.count - self.shared.arriving
             there = remote(self._used(base, count), cutlass.min(lane, self.cluster - 1))
-            arrive_remote(there, Int32(lane < self.cluster))
+            arrive_remote(there, Int32((lane < self.cluster) & awaited))
         else:
             arrive(self._read(base, count), Int32(lane == 0))
 

@@ -14,7 +14,7 @@ it reads weights while the kernel before is still at work, up to what the ring h
                   added[b]    every consumer warp: its sums of a tile are written
                   read[b]     warps 1-3: the sums may be written over
                   came[b]     in a cluster: one arrive + bytes of the sums of all its CTAs   warps 1-3 -> warps 1-3
-                  used[b]     warps 1-3 of every CTA: what has come may be written over
+                  used[b]     warps 1-3 of every CTA: what has come may be written over; not of the last tiles
     named         1           consumers, around X
 
     warp 0        |record 0|record 1| ...  as the ring allows, from before ``griddepcontrol.wait`` on
@@ -44,6 +44,7 @@ from cutlass import memory as cutlass_memory
 from epicute.decode.geometry import FINISHERS, WARPS, share_of
 from epicute.decode.schedule import STAGED
 from epicute.decode.sm90.finishers import Finishers, Walk
+from epicute.decode.sm90.integers import IntegerActivations, IntegerMultiplier
 from epicute.decode.sm90.multiply import Multiplier
 from epicute.decode.sm90.ptx import (
     arrive,
@@ -80,11 +81,16 @@ class FewRowGemm(Finishers):
     def __init__(self, spec: FewRowSpec) -> None:
         super().__init__(spec)
         self.records, self.record = spec.problem.records, spec.problem.record
-        self.activations = Activations(spec.problem, spec.schedule)
+        integers = spec.schedule.conversion == "integers"
+        self.activations = (IntegerActivations if integers else Activations)(
+            spec.problem, spec.schedule
+        )
         self.most = self.problem.chunks(self.cluster)
         self.resident = self.schedule.chunks >= self.most
         self.wgmma = self.schedule.mma == "wgmma"
-        self.multiplier = WarpgroupMultiplier if self.wgmma else Multiplier
+        self.multiplier = IntegerMultiplier if integers else Multiplier
+        if self.wgmma:
+            self.multiplier = WarpgroupMultiplier
 
     @cute.jit
     def __call__(self, weight: cute.Tensor, arguments: Any, stream: Any) -> None:
@@ -122,12 +128,9 @@ class FewRowGemm(Finishers):
                 self._finish_all(arguments, base, self._walk(arguments, block), thread)
         else:
             cute.arch.setmaxregister_increase(MANY)
+            self._prefetch(arguments, self._walk(arguments, block), thread - 128)
             cute.arch.griddepcontrol_wait()
             self._consume(arguments, base, self._walk(arguments, block), thread - 128)
-        if cutlass.const_expr(self.cluster > 1):
-            cute.arch.sync_warp()
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
 
     @cute.jit
     def _open(self, base, thread) -> None:
@@ -262,6 +265,10 @@ class FewRowGemm(Finishers):
                         self._band(arguments, base, walk, multiplier, turn, m, band, thread)
                     self.multiplier.announce(multiplier, self._added(base, turn[2]))
                     turn[2] = turn[2] + 1
+
+    @cute.jit
+    def _prefetch(self, arguments, walk, thread) -> None:
+        self.activations.prefetch(arguments[self.spec.at("gain")], walk.along, walk.chunks, thread)
 
     @cute.jit
     def _copy(self, arguments, base, walk, m, phase, thread) -> None:

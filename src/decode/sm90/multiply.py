@@ -16,6 +16,7 @@ from epicute.decode.geometry import (
     segments_of,
     share_of,
     shares_of,
+    span_of,
     warp_rows,
 )
 from epicute.decode.schedule import FewRowProblem, FewRowSchedule, Shared
@@ -104,10 +105,10 @@ class Multiplier:
         tile = self.part * self.row_tiles
         codes = Int32(record) + Int32(self.record.load_offset(first, tile, 0, self.lane))
         vectors = Int32(x) + Int32(first * (self.columns * 2 * VECTORS) + self.lane * 16)
-        span = min(self.record.group, blocks * BLOCK) if self.record.group else blocks * BLOCK
+        span = span_of(self.record)
         per_group = span // TILE_ROWS
         for group in range(blocks * BLOCK // span):
-            index = segment * (blocks * BLOCK // span) + group
+            number = index = segment * (blocks * BLOCK // span) + group
             if self.record.group == self.record.depth:
                 index = index * 0
             # Sums of the activations are one more set of sums.
@@ -118,14 +119,18 @@ class Multiplier:
                     cute.arch.sync_warp()
                 columns = range(start, min(start + wide, self.columns))
                 steps = range(group * per_group, (group + 1) * per_group)
-                self._group((record, codes, vectors), index, steps, columns)
+                self._group((record, codes, vectors, x), number, index, steps, columns)
 
-    def _group(self, at: tuple[Any, Any, Any], index: Any, steps: range, columns: range) -> None:
-        """The steps of one group for some of the rows of x, and their scales.
+    def _group(
+        self, at: tuple[Any, ...], number: Any, index: Any, steps: range, columns: range
+    ) -> None:
+        """The steps of one span for some of the rows of x, and their scales.
 
-        ``at``: the record, the lane's first codes and its first activations of the segment.
+        Args:
+            at: the record, the lane's first codes and its first activations of the segment, the record's activations.
+            number: of the span in the record. index: of its scale.
         """
-        record, codes, vectors = at
+        record, codes, vectors, _ = at
         zeros = self._zeros(record, index)
         nothing = [Float32(0.0)] * 4
         scaled = self.record.group > 0

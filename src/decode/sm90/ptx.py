@@ -27,9 +27,12 @@ __all__ = [
     "load_pair",
     "load_words",
     "mma",
+    "multiply_bytes",
+    "prefetch_line",
     "remote",
     "store_async",
     "store_float",
+    "store_pair",
     "store_word",
     "store_words",
     "streaming",
@@ -89,6 +92,26 @@ def mma(dtype: torch.dtype, a: list[Any], b: list[Any], c: list[Any]) -> list[An
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )
     return [Float32(llvm.extractvalue(float32, found, [i])) for i in range(4)]
+
+
+def multiply_bytes(signed: bool, a: list[Any], b: list[Any], c: list[Any]) -> list[Any]:
+    """c + a·b of one m16n8k32 in 32-bit integers, of unsigned bytes ``a`` and bytes ``b``, ``signed`` or not."""
+    kind = "s8" if signed else "u8"
+    text = (
+        f"mma.sync.aligned.m16n8k32.row.col.s32.u8.{kind}.s32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+    int32 = Int32.mlir_type
+    found = llvm.inline_asm(
+        llvm.StructType.get_literal([int32] * 4),
+        [Int32(x).ir_value() for x in (*a, *b, *c)],
+        text,
+        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
+        has_side_effects=False,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return [Int32(llvm.extractvalue(int32, found, [i])) for i in range(4)]
 
 
 ADJACENT = 1 << 16
@@ -216,9 +239,21 @@ def store_word(address: Any, word: Any) -> None:
     _shared(Int32, address, 1, 4)[0] = word
 
 
+def store_pair(address: Any, first: Any, second: Any) -> None:
+    """Two words."""
+    words = cute.make_rmem_tensor(2, Int32)
+    words[0], words[1] = first, second
+    cute.autovec_copy(words, _shared(Int32, address, 2, 8))
+
+
 def store_float(address: Any, value: Any) -> None:
     """One float32."""
     _shared(Float32, address, 1, 4)[0] = value
+
+
+def prefetch_line(address: Any) -> None:
+    """Have L2 fetch the line at a global address."""
+    effect("prefetch.global.L2 [$0];", "l", Int64(address))
 
 
 def remote(address: Any, rank: Any) -> Any:

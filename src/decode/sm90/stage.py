@@ -8,9 +8,9 @@ import cutlass
 import torch
 from cutlass import Int32, Int64, cute
 
-from epicute.decode.geometry import WARPS, operand_place, vector_place
-from epicute.decode.schedule import FewRowProblem, FewRowSchedule
-from epicute.decode.sm90.ptx import store_word, store_words
+from epicute.decode.geometry import WARPS, operand_place, split, vector_place
+from epicute.decode.schedule import LINE, FewRowProblem, FewRowSchedule
+from epicute.decode.sm90.ptx import prefetch_line, store_word, store_words
 from epicute.quant.dsl import WIDTH, Vector, load_vectors, multiply, pack, unpack
 
 __all__ = ["Activations"]
@@ -67,9 +67,8 @@ class Activations:
             for i in cutlass.range_constexpr(self.batch):
                 row, vector, words, inside = found[i]
                 if cutlass.const_expr(self.problem.gain):
-                    # Threads beyond the copy have vectors beyond it, which gains have none of.
-                    column = cutlass.min(first * self.vectors + vector, self.beyond)
-                    words = self._scaled(words, gain, column)
+                    gains = self._gains(gain, first * self.vectors + vector)
+                    words = self._multiplied(words, gains)
                 if cutlass.const_expr(self.wgmma):
                     places = [
                         target + Int32(operand_place(row, vector, i, self.rows, self.run))
@@ -85,17 +84,34 @@ class Activations:
 
         What it stores for WGMMA then lies in different banks.
         """
-        lines, lane, fours = at // 32, at % 32, self.rows // 4
-        return lines % fours * 4 + lane // 8, lines // fours * 8 + lane % 8
+        line, lane = split(at, 32)
+        column, four = split(line, self.rows // 4)
+        row, vector = split(lane, 8)
+        return four * 4 + row, column * 8 + vector
 
-    def _scaled(self, words: Any, gain: Any, vector: Any) -> Any:
+    def _gains(self, gain: Any, vector: Any) -> list[Any] | None:
+        """Those of a vector of x, where there are any."""
+        if not self.problem.gain:
+            return None
+        # Threads beyond the copy have vectors beyond it, which gains have none of.
+        depth, beyond = self.problem.depth, self.beyond
+        some = Vector(cutlass.min(vector, beyond), depth, beyond)
+        return load_vectors(gain, some, depth, beyond, torch.float32)
+
+    def _multiplied(self, words: Any, gains: list[Any]) -> Any:
         """Eight values times their gains, each product rounded once to x's dtype."""
-        dtype, depth = self.problem.dtype, self.problem.depth
-        factors = load_vectors(
-            gain, Vector(vector, depth, self.beyond), depth, self.beyond, torch.float32
-        )
+        dtype = self.problem.dtype
         lanes = unpack(words, dtype)
-        return pack([multiply(x, g) for x, g in zip(lanes, factors, strict=True)], dtype)
+        return pack([multiply(x, g) for x, g in zip(lanes, gains, strict=True)], dtype)
+
+    @cute.jit
+    def prefetch(self, gain: Int64, first: Int32, count: Int32, thread: Int32) -> None:
+        """Have L2 fetch the gains of ``count`` records along k from the ``first`` on, which no kernel writes."""
+        if cutlass.const_expr(self.problem.gain):
+            size = self.problem.depth * 4
+            for line in cutlass.range(thread, count * (self.vectors // 4), THREADS, unroll=1):
+                at = cutlass.min(first * (self.vectors * 32) + line * LINE, size - 4)
+                prefetch_line(gain + Int64(at))
 
 
 @cute.jit

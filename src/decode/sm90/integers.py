@@ -1,0 +1,234 @@
+"""INT4 weights times 16-bit integers: activations with a power of two for each row and span of k. Imports the DSL.
+
+What `mma.sync` of BF16 takes for eight codes, seven instructions that make numbers of them, is one here:
+
+    word of a lane      8 codes: in each byte that of row g below, that of row g + 8 above it, both of one k
+    A, row g            word & 0x0F0F0F0F
+    A, row g + 8        the word itself, bytes 16 h + l: 16 times the sum of h is what that of row g is less
+    B                   signed high bytes and unsigned low bytes of x · 2^(14 - e), e the exponent of the span's largest
+
+Sums of a span are exact, zero points' share of them too. An activation loses what is below 2^-14 of the power of two
+of the largest one of its row and span (a group, at most 128 k): nothing where it is within 2^-7 of it (BF16) or 2^-4
+(FP16), so that a row's error is below that of its largest activation's own rounding. A span that holds an infinity or
+NaN makes its row NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import torch
+from cutlass import Boolean, Float32, Int32, Int64, cute
+
+from epicute.decode.geometry import WARPS, span_of, split, vector_place
+from epicute.decode.schedule import FewRowProblem, FewRowSchedule, Shared
+from epicute.decode.sm90.multiply import Multiplier
+from epicute.decode.sm90.ptx import fma, load_words, multiply_bytes, store_pair, store_words
+from epicute.decode.sm90.stage import Activations
+from epicute.epilogues.dsl import pure_asm
+from epicute.quant.dsl import WIDTH, Vector, unpack
+
+__all__ = ["IntegerActivations", "IntegerMultiplier"]
+
+NIBBLES = 0x0F0F0F0F
+MAGIC = 12582912.0
+"""1.5 · 2^23: the sum of it and a number below 2^22 has the nearest integer in its low bits."""
+
+EXPONENT = 14
+"""Of the largest activation of a span, as an integer."""
+
+BATCH = 4
+"""Vectors of a thread under way at once."""
+
+
+class IntegerMultiplier(Multiplier):
+    """A ``Multiplier`` of bytes."""
+
+    def _group(self, at: Any, number: Any, index: Any, steps: range, columns: range) -> None:
+        record, codes, vectors, x = at
+        zeros = self._zeros(record, index)
+        factors = x + Int32(self.shared.factor_place(number, 0)) + self.lane % 4 * 16
+        found = {j: load_words(factors + j * 64) for j in columns}
+        places = [(t, j) for t in range(self.row_tiles) for j in columns]
+        high = {p: [Int32(0)] * 4 for p in places}
+        low = {(t, j): self._origin(found[j], zeros, t) for t, j in places}
+        loads: list[Any] = []
+        for first in steps[::2]:
+            block, step = divmod(first, 4)
+            if step == 0 or first == steps[0]:
+                loads = [self._loads(codes, block, t)[0] for t in range(self.row_tiles)]
+            bytes_ = {j: self._half(vectors, block, j, step // 2) for j in columns}
+            for t, words in enumerate(loads):
+                pair = words[step : step + 2]
+                a = [word for w in pair for word in (w & NIBBLES, w)]
+                for j, b in bytes_.items():
+                    high[t, j] = multiply_bytes(True, a, b[:2], high[t, j])
+                    low[t, j] = multiply_bytes(False, a, b[2:], low[t, j])
+        scales = self._scales(record, index)
+        for t, j in places:
+            for e in range(2):
+                sums = [high[t, j][2 * h + e] * 256 + low[t, j][2 * h + e] for h in range(2)]
+                power = found[j][2 * e].bitcast(Float32)
+                for half, value in enumerate((sums[0], sums[1] - sums[0])):
+                    at = self._register(t, j, 2 * half + e)
+                    scaled = value.to(Float32) * power
+                    self.sums[at] = fma(scales[t, half], scaled, self.sums[at])
+
+    def _origin(self, found: list[Any], zeros: Any, t: int) -> list[Any]:
+        """Where sums begin, so that zero points are taken out: rows g and g + 8, of two rows of x each.
+
+        ``found``: for each of the two the power of two, as bits, and the sum of its integers.
+        """
+        both = zeros[t, 0] + 16 * zeros[t, 1]
+        return [found[2 * e + 1] * -zero for zero in (zeros[t, 0], both) for e in range(2)]
+
+
+class IntegerActivations(Activations):
+    """Rows of x as bytes, with their factors; rows beyond M are left as they are.
+
+    Some adjacent lanes take a span of a row.
+    """
+
+    def __init__(self, problem: FewRowProblem, schedule: FewRowSchedule) -> None:
+        super().__init__(problem, schedule)
+        self.shared = Shared(problem, schedule)
+        self.span = span_of(problem.record)
+        self.lanes = min(self.span // WIDTH, 8)
+        self.each = self.span // WIDTH // self.lanes
+        self.spans = problem.record.depth // self.span
+        self.units = BATCH // self.each
+
+    @cute.jit
+    def copy(
+        self,
+        source: Int64,
+        stride: Int64,
+        gain: Int64,
+        target: Int32,
+        span: Any,
+        live: Int32,
+        thread: Int32,
+    ) -> None:
+        first, count = span
+        warp, lane = split(thread, 32)
+        spans = count * self.spans
+        # A warp takes as many adjacent spans of a row as it has lanes for, then those that eight warps further do.
+        at_once = 32 // self.lanes
+        passes = split(spans + (at_once - 1), at_once)[0]
+        # Of numbers so small a float32's product is right, and a division takes five times as long.
+        each = pure_asm("rcp.rn.f32 $0, $1;", "=f,f", Float32, passes.to(Float32))
+        live = cutlass.min(live, self.rows)
+        place, inside = split(lane, self.lanes)
+        for start in cutlass.range(warp, live * passes, WARPS * self.units, unroll=1):
+            found = []
+            for i in cutlass.range_constexpr(self.units):
+                at = start + i * WARPS
+                row = ((at.to(Float32) + 0.5) * each).to(Int32)
+                mine = (at - row * passes) * at_once + place
+                here = (at < live * passes) & (mine < spans)
+                vectors = []
+                for v in cutlass.range_constexpr(self.each):
+                    vector = mine * (self.span // WIDTH) + (inside * self.each + v)
+                    words = Vector(
+                        first * self.vectors + vector, self.problem.depth, self.beyond, here
+                    ).load(source + Int64(row) * stride)
+                    # Gains at once with what they multiply: one wait for both.
+                    gains = self._gains(gain, first * self.vectors + vector)
+                    vectors.append((vector, words, gains))
+                found.append((row, mine, here, vectors))
+            for i in cutlass.range_constexpr(self.units):
+                row, mine, here, vectors = found[i]
+                some = Boolean(start + i * WARPS < live * passes)
+                self._put_if(target, row, mine, here, vectors, inside, some)
+
+    @cute.jit
+    def _put_if(self, target, row, number, here, vectors, inside, some) -> None:
+        """What a warp has loaded, where that is anything."""
+        if some:
+            self._put(target, row, number, here, vectors, inside)
+
+    def _put(
+        self, target: Any, row: Any, number: Any, here: Any, vectors: Any, inside: Any
+    ) -> None:
+        """A lane's vectors of a span as integers, and from the first lane their factors."""
+        vectors = [(v, self._taken(words, gains)) for v, words, gains in vectors]
+        largest = Int32(0)
+        for _, words in vectors:
+            for i in range(WIDTH // 2):
+                word = Int32(words[i]) & 0x7FFF7FFF
+                largest = pure_asm("max.u16x2 $0, $1, $2;", "=r,r,r", Int32, largest, word)
+        turn = largest >> 16 & 0xFFFF
+        largest = cutlass.max(turn, largest & 0xFFFF)
+        distance = 1
+        while distance < self.lanes:
+            other = cute.arch.shuffle_sync_bfly(largest, distance)
+            largest, distance = cutlass.max(largest, other), 2 * distance
+        inverse, power = self._powers(largest)
+        total = Int32(0)
+        for vector, words in vectors:
+            four = self._bytes(words, inverse)
+            for i in range(2):
+                total = pure_asm(DOT % ("s32.s32", 256), "=r,r,r", Int32, four[i], total)
+                total = pure_asm(DOT % ("u32.u32", 1), "=r,r,r", Int32, four[2 + i], total)
+            chunk, in_chunk = split(vector, self.vectors)
+            place = vector_place(row, in_chunk, self.rows, self.run) * 16
+            put_words(target + (chunk * self.shared.chunk + place), four, Boolean(here))
+        distance = 1
+        while distance < self.lanes:
+            total = total + cute.arch.shuffle_sync_bfly(total, distance)
+            distance *= 2
+        chunk, mine = split(number, self.spans)
+        place = chunk * self.shared.chunk + self.shared.factor_place(mine, row)
+        put_factor(target + place, power, total, Boolean(here) & (inside == 0))
+
+    def _taken(self, words: Any, gains: list[Any] | None) -> Any:
+        return words if gains is None else self._multiplied(words, gains)
+
+    def _powers(self, largest: Any) -> tuple[Any, Any]:
+        """Bits of 2^(14 - e) and of its inverse, of the bits of the largest magnitude, which has exponent e."""
+        if self.problem.dtype == torch.float16:
+            text = "{ .reg .b16 l, h; .reg .f32 x; mov.b32 {l, h}, $1; cvt.f32.f16 x, l; mov.b32 $0, x; }"
+            bits = pure_asm(text, "=r,r", Int32, largest)
+        else:
+            bits = largest << 16
+        exponent = cutlass.max(bits >> 23, EXPONENT + 1)
+        spoiled = exponent == 255
+        power = cutlass.select_(spoiled, Int32(0x7FC00000), exponent - EXPONENT << 23)
+        return (254 + EXPONENT - exponent) << 23, Int32(power)
+
+    def _bytes(self, words: Any, inverse: Any) -> list[Any]:
+        """High and low bytes of eight integers, of each four 0, 2, 1, 3, as codes stand in a word."""
+        factor = Int32(inverse).bitcast(Float32)
+        lanes = [
+            fma(x, factor, Float32(MAGIC)).bitcast(Int32) for x in unpack(words, self.problem.dtype)
+        ]
+        high, low = [], []
+        for i in range(0, WIDTH, 4):
+            first, second = (permuted(lanes[i + k], lanes[i + k + 2], 0x5140) for k in range(2))
+            low.append(permuted(first, second, 0x5410))
+            high.append(permuted(first, second, 0x7632))
+        return high + low
+
+
+DOT = "{ .reg .b32 d; dp4a.%s d, $1, 0x01010101, 0; mad.lo.s32 $0, d, %d, $2; }"
+
+
+def permuted(a: Any, b: Any, selection: int) -> Any:
+    """Four bytes of ``a`` (0 to 3) and ``b`` (4 to 7)."""
+    return pure_asm(f"prmt.b32 $0, $1, $2, {selection:#x};", "=r,r,r", Int32, a, b)
+
+
+@cute.jit
+def put_words(place: Int32, words: Any, inside: Boolean) -> None:
+    if inside:
+        fragment = cute.make_rmem_tensor(4, Int32)
+        for i in cutlass.range_constexpr(4):
+            fragment[i] = words[i]
+        store_words(place, fragment)
+
+
+@cute.jit
+def put_factor(place: Int32, power: Int32, total: Int32, inside: Boolean) -> None:
+    if inside:
+        store_pair(place, power, total)

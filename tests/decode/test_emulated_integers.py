@@ -1,0 +1,88 @@
+"""What activations lose as 16-bit integers, and what they do not: few-row kernels from their PTX."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from epicute.decode.geometry import span_of
+from epicute.epilogues import Store, compose
+from epicute.layouts import CHANNEL
+from tests.decode.cases import BF16, FP16, FP32, Few, FewJob
+
+pytestmark = pytest.mark.compile
+
+INTEGERS = (("conversion", "integers"),)
+DIGITS = {BF16: 8, FP16: 11}
+"""Of a number's significand."""
+
+
+def job(x: torch.Tensor, **options: object) -> FewJob:
+    """The product of ``x`` with a weight whose sums are exact."""
+    case = Few(compose(Store(FP32)), 64, x.shape[1], x_dtype=x.dtype, changes=INTEGERS, **options)  # type: ignore[arg-type]
+    found = FewJob(case, len(x))
+    found.x.copy_(x)
+    return found
+
+
+def spans(case: Few) -> int:
+    """k that share a power of two."""
+    return span_of(case.kernel().spec.problem.record)
+
+
+@pytest.mark.parametrize("x_dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("group", [32, 64, 128, CHANNEL])
+def test_what_is_near_the_largest_is_exact(x_dtype: torch.dtype, group: int) -> None:
+    """Whole numbers of all significant digits beside the largest that leaves them whole."""
+    digits = DIGITS[x_dtype]
+    generator = torch.Generator().manual_seed(group)
+    x = torch.randint(-(2**digits), 2**digits + 1, (3, 640), generator=generator).to(x_dtype)
+    x[:, ::32] = 2.0**14
+    made = job(x / 2**14, group=group)
+    sums = made.sums()
+    assert (sums == sums.float().double()).all()
+    made.emulate()
+
+
+def test_what_is_far_below_the_largest_is_lost_alone() -> None:
+    """Errors are at most half of 2^-14 of the largest one's power of two, for each activation, in its span alone."""
+    x = torch.full((2, 256), 2.0**-16)
+    x[0, 3], x[1, 200] = 1.75, -1.0
+    made = job(x.to(BF16))
+    span = spans(made.case)
+    assert span == 128
+    kept = made.x.double()
+    kept[0, :span] = torch.where(kept[0, :span].abs() < 1, 0.0, kept[0, :span])
+    kept[1, span:] = torch.where(kept[1, span:].abs() < 1, 0.0, kept[1, span:])
+    weight = made.packed.unpack().int4.dequantize(torch.float64)  # type: ignore[union-attr]
+    wanted = (kept @ weight.T).float()
+    assert (wanted.double() - made.sums()).abs().max() > 0
+    made.sums = lambda: wanted.double()  # type: ignore[method-assign]
+    made.emulate()
+
+
+@pytest.mark.parametrize("spoiled", [float("inf"), -float("inf"), float("nan")])
+def test_a_spoiled_row_is_nan_and_alone(spoiled: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(-2, 3, (5, 256), generator=generator).to(BF16)
+    x[3, 130] = spoiled
+    made = job(x)
+    wanted = made.sums()
+    wanted[3] = torch.nan
+    made.sums = lambda: wanted  # type: ignore[method-assign]
+    made.emulate()
+
+
+@pytest.mark.parametrize("power", [-126, -100, 60, 100])
+def test_every_size_of_activations(power: int) -> None:
+    """Nothing overflows on the way; what is below the smallest power of two that a span can have is zero."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randint(-2, 3, (2, 128), generator=generator).float() * 2.0**power
+    made = job(x.to(BF16))
+    made.emulate()
+
+
+def test_zeros_are_zeros() -> None:
+    made = job(torch.zeros(4, 384, dtype=BF16), zeros=True)
+    made.emulate()
+    assert not made.outputs["out"].tensor.any()
