@@ -32,7 +32,7 @@ TABLE_BYTES = 1024
 NEW_ROW_BYTES = 144
 """Of a new row in shared memory: 64 of nibbles of keys and of values each, two scales, to a multiple of 16."""
 
-MAIL_SLOTS = 3
+MAIL_SLOTS = 4
 MAIL_FIELDS = 10
 """Work items in shared memory, and their 32-bit integers."""
 

@@ -41,6 +41,16 @@ def test_kd_03_any_number_of_ctas(name: str) -> None:
         compare(batch)
 
 
+@pytest.mark.parametrize("name", ["bf16", "int4"])
+@pytest.mark.parametrize(("tiles", "heads", "ctas"), [(34, 1, 34), (11, 2, 11)])
+def test_kd_03_many_pieces_of_a_head(name: str, tiles: int, heads: int, ctas: int) -> None:
+    """More than are fetched at once, or than a warp has lanes; the scribe merges the first of two heads."""
+    spec = replace(SMALL[name], heads=2 * heads, kv_heads=heads)
+    batch = Decoded.draw(spec, [tiles * schedule(spec).tile - 3], seed=12)
+    emulate(batch, ctas, races=True)
+    compare(batch)
+
+
 def test_kd_02_lanes_that_pad_do_not_count() -> None:
     """Queries of zero: the output is the mean of the values."""
     spec = replace(SMALL["bf16"], heads=1, kv_heads=1)

@@ -16,6 +16,7 @@ from epicute.attention.decode_work import (
     part_tiles,
     pieces,
     slot_of,
+    split,
     stripe,
     tile_span,
     units_of,
@@ -125,6 +126,11 @@ def test_parts_follow_the_own_length_alone(tiles: int, parts: int, least: int) -
     assert 1 <= units <= parts
     assert (units - 1) * each < tiles <= units * each
     assert each == least or units * (each - 1) < tiles
+
+
+@given(st.integers(0, 2**31 - 1), st.sampled_from((1, 2, 3, 4, 20, 256)))
+def test_a_split_is_a_division(x: int, n: int) -> None:
+    assert split(x, n) == divmod(x, n)
 
 
 def test_kd_17_parts_of_a_million_tokens_have_a_bounded_workspace() -> None:

@@ -11,22 +11,30 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from epicute.attention.decode_arguments import at
 from epicute.attention.decode_schedule import NEW_ROW_BYTES, DecodeSchedule
 from epicute.attention.decode_spec import DecodeSpec
-from epicute.attention.sm90.decode_ptx import shared_load, shared_store
+from epicute.attention.decode_work import split
+from epicute.attention.sm90.decode_ptx import rotate_lanes, shared_load, shared_store
 from epicute.attention.sm90.scheduler import load_int
 from epicute.epilogues.dsl import opaque
-from epicute.kv.append_row import butterfly, pack_nibbles, quantize_lanes, unpack_halves
-from epicute.layouts.kv_int4 import Int4Record
+from epicute.kv.append_row import pack_nibbles, unpack_halves
+from epicute.kv.int4 import INT4_MAX
+from epicute.layouts.kv_int4 import ZERO_CODE, Int4Record
+from epicute.quant.dsl import Peak, asm, divide, magnitude, multiply, reciprocal
+from epicute.quant.fp8 import SCALE_MIN
 
 __all__ = ["Appender"]
 
 
 HALF_ROW = 64
 """Bytes of shared memory of a new row's nibbles of keys, or of values."""
+
+CODE = """{ .reg .f32 a; min.f32 a, $1, 0f40E00000; max.f32 a, a, 0fC0E00000;
+cvt.rni.s32.f32 $0, a; }"""
+"""The nearest integer from -7 to 7."""
 
 APPENDED = 2
 """First of the named barriers of warps that share tokens."""
@@ -88,10 +96,11 @@ class Appender:
         lane = opaque(self.lane)
         stage, slab, within = place
         per_unit = self.unit // 16
-        base = stage + slab // per_unit * self.record.bytes
-        local = slab % per_unit * 16 + within
+        number, slab = split(slab, per_unit)
+        base = stage + number * self.record.bytes
+        local = slab * 16 + within
         words = self.record.row_bytes // 4
-        side, word = lane // words, lane % words
+        side, word = split(lane, words)
         to = self.record.key_row(local) + side * self.record.value_row(0) + word * 4
         found = shared_load(Int32, source + side % 2 * HALF_ROW + word * 4)[0]
         _store_shared(base + to, found, Boolean(side < 2))
@@ -107,10 +116,13 @@ class Appender:
         place = self._place(steps)
         # Anew for each row, or registers hold places all the way.
         lane = opaque(self.lane)
+        # All is loaded before any of it is looked at.
+        words = [self._loaded(name, steps, row, lane) for name in ("new_k", "new_v")]
         page, slot, tokens = item.request, token, arguments[at("tokens")]
         if cutlass.const_expr(spec.page is not None):
-            offset = Int64(item.request) * arguments[at("table_row")] + token // spec.page
-            page, slot = load_int(arguments[at("page_table")], offset), token % spec.page
+            stretch, slot = split(token, spec.page or 1)
+            offset = Int64(item.request) * arguments[at("table_row")] + stretch
+            page = load_int(arguments[at("page_table")], offset)
         start = (
             arguments[at("k")]
             + Int64(page) * arguments[at("k_page")]
@@ -118,13 +130,12 @@ class Appender:
         )
         stores = (steps.block == 0) & (page >= 0)
         size = tokens * self.record.row_bytes
-        # Both are loaded before either is looked at.
-        words = [self._loaded(name, steps, row, lane) for name in ("new_k", "new_v")]
+        found = self._quantised(self._rotated(words, lane), lane)
         for side in cutlass.range_constexpr(2):
-            nibbles, scale = self._quantised(words[side], side, lane)
+            nibbles, scale = found[side]
             word = pack_nibbles(nibbles, lane)
-            first = lane % (8 // self.count) == 0
-            part = lane * self.count // 8 * 4
+            first = split(lane, 8 // self.count)[1] == 0
+            part = split(lane * self.count, 8)[0] * 4
             here = place + row * NEW_ROW_BYTES
             _store_shared(here + (HALF_ROW * side + part), word, Boolean(first))
             _store_shared(
@@ -161,12 +172,38 @@ class Appender:
         cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(words)), fragment)
         return [fragment[i] for i in range(words)]
 
-    def _quantised(self, words: list[Any], side: int, lane: Any) -> tuple[list[Any], Any]:
-        """(nibbles of this lane's channels, scale) of a new row of keys, or values."""
-        spec = self.spec
-        lanes = unpack_halves(words, spec.dtype)
-        width = 0 if spec.values_folded and side else spec.rotation
-        return quantize_lanes(butterfly(lanes, width, lane, self.count))
+    def _quantised(self, rows: list[list[Any]], lane: Any) -> list[tuple[list[Any], Any]]:
+        """``kv.append_row.quantize_lanes`` of keys and of values, to the bit.
+
+        Lanes in turn have the one's maximum and the other's, so that the divisions, which are long, come once.
+        """
+        peaks = [Peak(0.0) for _ in rows]
+        for peak, lanes in zip(peaks, rows, strict=True):
+            for x in lanes:
+                peak.see(magnitude(x, 0.0))
+        keys, values = (peak.of_warp().bitcast(Float32) for peak in peaks)
+        mine = Float32(cutlass.select_((lane & 1) == 0, keys, values))
+        scale = divide(mine, INT4_MAX)
+        scale = asm("max.f32 $0, $1, $2;", "=f,f,f", Float32, scale, Float32(SCALE_MIN))
+        inverse = reciprocal(scale)
+        found = []
+        for side, lanes in enumerate(rows):
+            factor = cute.arch.shuffle_sync(inverse, side)
+            codes = [asm(CODE, "=r,f", Int32, multiply(x, factor)) for x in lanes]
+            found.append(
+                ([code + ZERO_CODE for code in codes], cute.arch.shuffle_sync(scale, side))
+            )
+        return found
+
+    def _rotated(self, words: list[list[Any]], lane: Any) -> list[list[Any]]:
+        """This lane's channels of a new row of keys, and of values."""
+        spec, count = self.spec, self.count
+        keys, values = (unpack_halves(some, spec.dtype) for some in words)
+        if spec.values_folded:
+            return [rotate_lanes(keys, spec.rotation, lane, count), values]
+        # Both at once, or one's shuffles wait for the other's.
+        both = rotate_lanes(keys + values, spec.rotation, lane, count)
+        return [both[:count], both[count:]]
 
 
 @cute.jit

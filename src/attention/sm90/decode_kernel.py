@@ -5,11 +5,11 @@ One CTA on each SM takes an equal stripe of all tiles of keys (``decode_work``).
     warps 0 …    multiply: each takes sixteen tokens of a tile at a time, the rows of A; query rows of one KV head, all
                  its heads and new tokens, are the columns of B (``decode_steps``)
     next warp    finds pieces, posts them, and streams their keys and values into a ring (``decode_producer``)
-    scribe       rotates a piece's queries and quantises its new rows, of records, ahead of the others, and ends pieces
-                 behind them, but the last one (``decode_scribe``)
+    scribe       rotates a piece's queries, but the first one's, and quantises its new rows, of records, ahead of the
+                 others, and ends pieces behind them, but the last one (``decode_scribe``)
 
     ring         stages of a tile of keys and values: full[s] counts bytes, empty[s] the warps that multiply
-    mailbox      three pieces: posted[m] one thread, taken[m] the warps that multiply, and the scribe, at a piece's end
+    mailbox      four pieces: posted[m] one thread, taken[m] the warps that multiply, and the scribe, at a piece's end
     desk         of every other piece: ready[d] the scribe, with queries, and with what it had to do for the piece two
                  before, rows[d] likewise, with new rows, left[d] the warps that multiply, when their partial result is
                  in the workspace
@@ -40,10 +40,11 @@ from epicute.attention.decode_schedule import (
     DecodeSchedule,
 )
 from epicute.attention.decode_spec import CACHES, DecodeSpec
+from epicute.attention.decode_work import split
 from epicute.attention.sm90.decode_merge import Merge
 from epicute.attention.sm90.decode_operands import fill_table
 from epicute.attention.sm90.decode_producer import Producer, boxes_of, read_item
-from epicute.attention.sm90.decode_scribe import Scribe
+from epicute.attention.sm90.decode_scribe import Queries, Scribe
 from epicute.attention.sm90.decode_steps import MERGING, DecodeSteps
 from epicute.epilogues.dsl import opaque
 from epicute.gemm.memory import DSL_DTYPES
@@ -238,23 +239,27 @@ class HopperDecode:
 
     @cute.jit
     def _write(self, shared, barriers, arguments, lane) -> None:
-        cute.arch.griddepcontrol_wait()
         steps, merge = self._steps(shared, Int32(0), lane), self._merge(shared)
         scribe = Scribe(self.spec, shared, barriers, steps, merge)
         scribe.run(arguments, lane)
 
     @cute.jit
     def _consume(self, shared, barriers, arguments, warp, lane) -> None:
-        cute.arch.griddepcontrol_wait()
         steps, merge = self._steps(shared, warp, lane), self._merge(shared)
-        merge.open(arguments)
         mail, place = Int32(0), Int32(0)
         item = self._next(shared, barriers, mail)
+        if cutlass.const_expr(self.spec.packed):
+            self._first_queries(steps, barriers, item, arguments, warp)
+        else:
+            cute.arch.griddepcontrol_wait()
+        merge.open(arguments)
         while item.valid != 0:
-            cute.arch.mbarrier_wait(barriers["ready"] + mail % 2, mail // 2 % 2)
+            turn, desk = split(mail, 2)
+            cute.arch.mbarrier_wait(barriers["ready"] + desk, turn & 1)
             DecodeSteps.begin(steps, item, arguments, mail)
             if cutlass.const_expr(self.spec.packed):
-                # Without it, the compiler takes the warps for divergent, and has no uniform registers.
+                # The first piece's queries are of all warps. And without it, the compiler takes the warps for
+                # divergent, and has no uniform registers.
                 cute.arch.barrier(barrier_id=MERGING, number_of_threads=32 * self.schedule.warps)
             for i in cutlass.range(0, item.count, steps.joint, unroll=1):
                 found = [place]
@@ -280,24 +285,38 @@ class HopperDecode:
             held = Int32(cutlass.select_(held == 0, Int32(self.schedule.stages), held)) - 1
             type(steps)._settle(steps)
             # Anew, or registers hold the item through its tiles, and through the meeting of the warps.
-            item = read_item(shared["mail"], opaque(mail) % MAIL_SLOTS)
+            item = read_item(shared["mail"], split(opaque(mail), MAIL_SLOTS)[1])
             if cutlass.const_expr(self.schedule.borrows(self.spec)):
                 stage = shared["ring"] + held * self.schedule.stage_bytes(self.spec)
                 Merge.borrow(merge, stage)
             Merge.meet(merge, steps, item.slot, arguments)
-            # The stage is filled again by the asynchronous proxy.
-            cute.arch.fence_view_async_shared()
-            cute.arch.sync_warp()
-            self._arrive_if(barriers["empty"], held, lane == 0)
-            item = read_item(shared["mail"], opaque(mail) % MAIL_SLOTS)
+            item = read_item(shared["mail"], split(opaque(mail), MAIL_SLOTS)[1])
             if item.final != 0:
+                # Nobody waits for the stage any more, and for the head everybody does.
                 Merge.run(merge, item, arguments)
+            else:
+                # The stage is filled again by the asynchronous proxy.
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                self._arrive_if(barriers["empty"], held, lane == 0)
             cute.arch.sync_warp()
-            self._arrive_if(barriers["left"], mail % 2, lane == 0)
-            self._arrive_if(barriers["taken"], mail % MAIL_SLOTS, lane == 0)
+            self._arrive_if(barriers["left"], mail & 1, lane == 0)
+            self._arrive_if(barriers["taken"], split(mail, MAIL_SLOTS)[1], lane == 0)
             mail += 1
             item = self._next(shared, barriers, mail)
         merge.close(arguments, lane)
+
+    @cute.jit
+    def _first_queries(self, steps, barriers, item, arguments, warp) -> None:
+        """The warps that multiply prepare the queries of the CTA's first piece, each its share."""
+        DecodeSteps.open(steps, item, arguments, Int32(0))
+        queries = Queries(steps)
+        ahead = queries.ahead(warp)
+        # It is over; but what is before a wait for an mbarrier is done before it, and not behind the other wait.
+        cute.arch.mbarrier_wait(barriers["posted"], 0)
+        cute.arch.griddepcontrol_wait()
+        if item.valid != 0:
+            Queries.rotate_share(queries, warp, ahead)
 
     def _following(self, place: Any) -> Any:
         """What is behind a stage with the parity of its turn, one number as registers are few."""
@@ -308,7 +327,7 @@ class HopperDecode:
     @cute.jit
     def _wait_if(self, barriers, place, condition) -> None:
         if condition:
-            cute.arch.mbarrier_wait(barriers + (place & STAGE), place // (STAGE + 1))
+            cute.arch.mbarrier_wait(barriers + (place & STAGE), split(place, STAGE + 1)[0])
 
     @cute.jit
     def _arrive_if(self, barriers, place, condition) -> None:
@@ -317,6 +336,6 @@ class HopperDecode:
 
     def _next(self, shared: Any, barriers: Any, mail: Any) -> Any:
         """Wait for an item and read it; its slot is given back behind its end."""
-        place, turn = mail % MAIL_SLOTS, mail // MAIL_SLOTS % 2
-        cute.arch.mbarrier_wait(barriers["posted"] + place, turn)
+        turn, place = split(mail, MAIL_SLOTS)
+        cute.arch.mbarrier_wait(barriers["posted"] + place, turn & 1)
         return read_item(shared["mail"], place)

@@ -16,16 +16,18 @@ from cutlass import Boolean, Float32, Int16, Int32, Int64, cute
 from epicute.attention.decode_fragments import TileLayout, row_token
 from epicute.attention.decode_schedule import DecodeSchedule
 from epicute.attention.decode_spec import DecodeSpec
+from epicute.attention.decode_work import split
 from epicute.attention.sm90.decode_ptx import (
     halves_of_codes,
     load_matrices,
     permute_bytes,
+    rotate_lanes,
     shared_load,
     shared_store,
     shift_right,
 )
 from epicute.epilogues.dsl import pack_words
-from epicute.kv.append_row import butterfly, unpack_halves
+from epicute.kv.append_row import unpack_halves
 from epicute.layouts.kv_int4 import SCALE_BYTES, ZERO_CODE, Int4Record, nibble_of_channel
 from epicute.quant.dsl import magnitude, maximum, multiply
 
@@ -94,9 +96,14 @@ class Operands:
         best = Float32(0.0)
         for x in lanes:
             best = maximum(best, magnitude(x, 0.0))
-        for distance in distances:
-            best = maximum(best, cute.arch.shuffle_sync_bfly(best, distance))
-        bits = best.bitcast(Int32) & EXPONENT
+        # Bits of what is not negative order like integers.
+        bits = best.bitcast(Int32)
+        if len(distances) == 5:
+            bits = cute.arch.warp_redux_sync(bits, "max")
+        else:
+            for distance in distances:
+                bits = cutlass.max(bits, cute.arch.shuffle_sync_bfly(bits, distance))
+        bits = bits & EXPONENT
         bits = cutlass.min(bits, Int32(LARGEST))
         bits = Int32(cutlass.select_(bits == 0, Int32(ONE), bits))
         inverse = (Int32(2 * ONE) - bits).bitcast(Float32)
@@ -249,7 +256,8 @@ class Int4Operands(Operands):
 
     def begin(self, stage: Any, slab: Any) -> None:
         per_unit = self.unit // 16
-        base, first = stage + slab // per_unit * self.record.bytes, slab % per_unit * 16
+        number, within = split(slab, per_unit)
+        base, first = stage + number * self.record.bytes, within * 16
         self.base = base + first * self.spec.row_bytes
         self.scales = base + (self.scale_place + first * SCALE_BYTES)
         self.words: list[list[list[Any]]] = []
@@ -307,7 +315,7 @@ class Int4Operands(Operands):
         count = spec.head_dim // 32
         width = count // 2
         words = load_words(address + Int64(lane * (2 * count)), width, 4 * width, width, inside)
-        return butterfly(unpack_halves(words, spec.dtype), spec.rotation, lane, count)
+        return rotate_lanes(unpack_halves(words, spec.dtype), spec.rotation, lane, count)
 
     def prepare(
         self, address: Any, inside: Any, scale: Any, row: Any, levels: Any, mine: Any
@@ -334,7 +342,7 @@ class Int4Operands(Operands):
 
 def query_place(channel: Any, head_dim: int) -> Any:
     """Byte of a channel in a rotated query: quarters of the row lie 16 bytes apart, and meet in no bank."""
-    return channel * 2 + channel // (head_dim // 4) * 16
+    return channel * 2 + split(channel, head_dim // 4)[0] * 16
 
 
 def level_of(
@@ -344,11 +352,12 @@ def level_of(
 
     They are behind a quarter of every row; two factors and two origins of neighbours lie together.
     """
-    row = column // 8 * 8 + lane
-    quarter = query_place(column // 2 % 4 * (spec.head_dim // 4), spec.head_dim)
+    row = (column & ~7) + lane
+    # A quarter is the 16 bytes apart longer.
+    quarter = (column >> 1 & 3) * (spec.head_dim // 2 + 16)
     place = rows + row * schedule.query_pitch(spec) + quarter
     inside = (lane < 8) & (row < schedule.live_columns(spec))
-    return place + (spec.head_dim // 2 + column % 2 * 4), Boolean(inside)
+    return place + (spec.head_dim // 2 + (column & 1) * 4), Boolean(inside)
 
 
 def load_words(address: Any, count: int, step: int, width: int, inside: Any) -> list[Any]:

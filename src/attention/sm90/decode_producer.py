@@ -19,6 +19,7 @@ from epicute.attention.decode_work import (
     owner,
     part_tiles,
     slot_of,
+    split,
     stripe,
     tile_span,
     units_of,
@@ -163,8 +164,8 @@ class Producer:
     @cute.jit
     def _post(self, item, mail, lane) -> None:
         """Put an item into the mailbox."""
-        place, turn = mail % MAIL_SLOTS, mail // MAIL_SLOTS % 2
-        cute.arch.mbarrier_wait(self.barriers["taken"] + place, turn ^ 1)
+        turn, place = split(mail, MAIL_SLOTS)
+        cute.arch.mbarrier_wait(self.barriers["taken"] + place, turn & 1 ^ 1)
         posted, slots = self.barriers["posted"] + place, self.shared["mail"]
         if lane == 0:
             write_item(slots, place, item)
@@ -208,7 +209,7 @@ class Producer:
 
     def _stretch(self, tile: Any) -> Any:
         """Number of the page that a tile begins in."""
-        return tile * self.schedule.tile // self.spec.page
+        return split(tile * self.schedule.tile, self.page)[0]
 
     @cute.jit
     def _ids(self, arguments, item, stretch) -> Int32:

@@ -1,4 +1,4 @@
-"""Instructions of the decode kernel: matrix products, loads of fragments, bulk copies. Imports the DSL.
+"""Instructions of the decode kernel: matrix products, loads and stores, bulk copies. Imports the DSL.
 
 Addresses of shared memory are 32-bit, those of global memory 64-bit integers. Loads have effects, so that none moves
 above the barrier that it waited for; arithmetic has none.
@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutlass import Float32, Int32, Int64, cute
+import numpy as np
+from cutlass import Boolean, Float32, Int16, Int32, Int64, cute
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 
 from epicute.epilogues.dsl import pure_asm
 
+ONE = 0x3F800000
+"""The bits of 1.0."""
+
 __all__ = [
     "bulk_copy",
+    "copy_if",
+    "floats_at",
     "fma_pair",
     "halves_of_codes",
     "load_float",
@@ -24,9 +30,12 @@ __all__ = [
     "multiply",
     "multiply_codes",
     "permute_bytes",
+    "rotate_lanes",
     "shared_load",
     "shared_store",
     "shift_right",
+    "store_runs_if",
+    "store_words",
     "turn_matrix",
 ]
 
@@ -135,6 +144,40 @@ def halves_of_codes(word: Any) -> list[Any]:
     return [pure_asm(text, "=r,r", Int32, word) for text in texts]
 
 
+def rotate_lanes(lanes: list[Any], width: int, position: Any, count: int) -> list[Any]:
+    """``kv.append_row.butterfly`` to the bit, of one row or several beside each other.
+
+    Which of two lanes subtracts is the sign of a factor, not a predicate: of those there are too few for all strides,
+    and the channels' shuffles would wait for each other.
+    """
+    if not width:
+        return lanes
+    stride = 1
+    while stride < width:
+        if stride < count:
+            lanes = [_pair(lanes, i, stride) for i in range(len(lanes))]
+        else:
+            distance = stride // count
+            sign = (position & distance) << (32 - distance.bit_length())
+            factor = (sign | ONE).bitcast(Float32)
+            other = [cute.arch.shuffle_sync_bfly(x, distance) for x in lanes]
+            lanes = [_fused(x, factor, y) for x, y in zip(lanes, other, strict=True)]
+        stride *= 2
+    return [x * float(np.float32(width**-0.5)) for x in lanes]
+
+
+def _pair(lanes: list[Any], i: int, stride: int) -> Any:
+    """Sum, or difference, of two channels of a lane."""
+    return _fused(lanes[i], -1.0 if i & stride else 1.0, lanes[i ^ stride])
+
+
+def _fused(a: Any, b: Any, c: Any) -> Any:
+    """a · b + c, rounded once."""
+    return pure_asm(
+        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", Float32, *(Float32(x) for x in (a, b, c))
+    )
+
+
 def _shared(dtype: Any, address: Any, count: int) -> Any:
     size = dtype.width // 8 * count
     pointer = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=size)
@@ -173,3 +216,38 @@ def load_float(address: Any) -> Any:
     """One float32 of global memory."""
     pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
     return cute.make_tensor(pointer, cute.make_layout(1))[0]
+
+
+@cute.jit
+def store_runs_if(addresses: list, runs: list, condition: Boolean) -> None:
+    if condition:
+        _store_runs(addresses, runs)
+
+
+def _store_runs(addresses: list[Any], runs: list[list[Any]]) -> None:
+    """Adjacent floats to shared memory, for each address some."""
+    for address, values in zip(addresses, runs, strict=True):
+        shared_store(Float32, address, values)
+
+
+def floats_at(address: Any, count: int) -> Any:
+    """``count`` floats at a multiple of their size together."""
+    pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4 * count)
+    return cute.make_tensor(pointer, cute.make_layout(count))
+
+
+@cute.jit
+def copy_if(source: cute.Tensor, target: cute.Tensor, condition: Boolean) -> None:
+    if condition:
+        cute.autovec_copy(source, target)
+
+
+def store_words(address: Any, words: list[Any], size: int, condition: Any) -> None:
+    """The first ``size`` bytes of packed words."""
+    unit = Int32 if size >= 4 else Int16
+    fragment = cute.make_rmem_tensor(max(1, size // 4), unit)
+    for i in range(max(1, size // 4)):
+        fragment[i] = unit(words[i])
+    pointer = cute.make_ptr(unit, address, cute.AddressSpace.gmem, assumed_align=size)
+    layout = cute.make_layout(max(1, size // 4))
+    copy_if(fragment, cute.make_tensor(pointer, layout), condition)

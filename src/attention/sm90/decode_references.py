@@ -1,16 +1,16 @@
-"""References of decode's columns, and how they move. Imports the DSL."""
+"""References of decode's columns, how they move, and what they are among each other. Imports the DSL."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import cutlass
-from cutlass import Float32, cute
+from cutlass import Boolean, Float32, Int32, cute
 
-from epicute.attention.sm90.softmax import exp2, maximum
+from epicute.attention.sm90.softmax import exp2, fma, maximum
 from epicute.epilogues.dsl import pure_asm
 
-__all__ = ["UNSEEN", "move_references"]
+__all__ = ["UNSEEN", "finite_reference", "fold_piece", "largest_of_warp", "move_references"]
 
 UNSEEN = -(2.0**-30)
 """A bias that is no whole number, and too small to be seen in a logit that is rounded up."""
@@ -65,3 +65,26 @@ def column_maximum(heights: Any, column: int, columns: int) -> Any:
     for distance in (4, 8, 16):
         best = maximum(best, cute.arch.shuffle_sync_bfly(best, distance))
     return best
+
+
+def finite_reference(best: Any) -> Any:
+    """A maximum, 0 where it is of nothing: what exponents are relative to."""
+    return Float32(cutlass.select_(best == -Float32.inf, Float32(0.0), best))
+
+
+def largest_of_warp(x: Any) -> Any:
+    """The warp's largest; NaN where one has it."""
+    # Of bits that order like integers.
+    bits = x.bitcast(Int32)
+    bits = cute.arch.warp_redux_sync(bits ^ (bits >> 31 & 0x7FFFFFFF), "max")
+    return (bits ^ (bits >> 31 & 0x7FFFFFFF)).bitcast(Float32)
+
+
+@cute.jit
+def fold_piece(sums, fetched, first: cutlass.Constexpr, part, there: Boolean) -> None:
+    """Add a piece's outputs, which begin at ``first``, and its sum, if there is one."""
+    if there:
+        (out, total, _), (weight, mine) = sums, part
+        total[0] = total[0] + mine
+        for k in cutlass.range_constexpr(cute.size(out)):
+            out[k] = fma(weight, fetched[first + k], out[k])

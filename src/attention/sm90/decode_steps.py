@@ -27,9 +27,10 @@ from epicute.attention.decode_arguments import at
 from epicute.attention.decode_fragments import row_token
 from epicute.attention.decode_schedule import DecodeSchedule
 from epicute.attention.decode_spec import DecodeSpec
+from epicute.attention.decode_work import split
 from epicute.attention.sm90.decode_append import Appender
 from epicute.attention.sm90.decode_codes import operands_of
-from epicute.attention.sm90.decode_operands import Operands, level_of, query_place
+from epicute.attention.sm90.decode_operands import Operands, query_place
 from epicute.attention.sm90.decode_ptx import (
     load_float,
     multiply,
@@ -108,14 +109,16 @@ class DecodeSteps:
         self.length = item.length
         self.turn = turn
         if self.spec.packed:
-            self.prepared = self.shared["queries"] + turn % 2 * self.schedule.query_bytes(self.spec)
+            self.prepared = self.shared["queries"] + (turn & 1) * self.schedule.query_bytes(
+                self.spec
+            )
 
     def new_rows(self) -> tuple[Any, Any, Any]:
         """(where quantised new rows are, the barrier that tells when, its phase)."""
         # Anew each time, or registers hold it through the tiles.
-        turn = opaque(self.turn)
-        place = self.shared["append"] + turn % 2 * self.schedule.append_bytes(self.spec)
-        return place, self.shared["rows"] + turn % 2, turn // 2 % 2
+        turn, desk = split(opaque(self.turn), 2)
+        place = self.shared["append"] + desk * self.schedule.append_bytes(self.spec)
+        return place, self.shared["rows"] + desk, turn & 1
 
     def begin(self, item: Any, arguments: Any, turn: Any) -> None:
         """Set out on the ``turn``-th piece: its queries, and nothing seen yet."""
@@ -137,24 +140,24 @@ class DecodeSteps:
         """Which head a piece is of."""
         blocks = self.schedule.blocks(self.spec)
         self.item = item
-        self.kv_head, self.block = item.head // blocks, item.head % blocks
+        self.kv_head, self.block = split(item.head, blocks)
 
     def _load_query(self) -> None:
         spec = self.spec
         if self.operands.shared:
             self._find_queries()
             return
-        scale = self._scale()
+        scale = self.scale()
         for j in range(self.columns):
             column = self.block * self.block_columns + self.column + 8 * j + self.lane // 4
-            address = self._row_of_query(column)
+            address = self.row_of_query(column)
             words, power = self.operands.query(address, Boolean(column < spec.columns))
             self._keep_query(j, words)
             for e in range(2):
                 source = self.lane % 4 * 8 + 4 * e
                 self.factor[2 * j + e] = cute.arch.shuffle_sync(power, source) * scale
 
-    def _scale(self) -> Any:
+    def scale(self) -> Any:
         """What logits are multiplied by, to be exponents of two."""
         spec = self.spec
         slope = LOG2_E if spec.softcap is None else 2.0 * LOG2_E / spec.softcap
@@ -164,10 +167,10 @@ class DecodeSteps:
             scale = scale * load_float(address)
         return scale
 
-    def _row_of_query(self, column: Any) -> Any:
+    def row_of_query(self, column: Any) -> Any:
         """Address of the row of q in a column of the KV head."""
         spec, arguments = self.spec, self.arguments
-        row, head = column // spec.group, column % spec.group
+        row, head = split(column, spec.group) if spec.rows > 1 else (0, column)
         offset = (
             Int64(self.item.request) * arguments[at("q_batch")]
             + Int64(row) * arguments[at("q_row")]
@@ -185,21 +188,6 @@ class DecodeSteps:
         live, pitch = self.schedule.live_columns(self.spec), self.schedule.query_pitch(self.spec)
         columns = [self.column + 8 * j + self.lane // 4 for j in range(self.columns)]
         self.queries = [self.prepared + cutlass.min(c, live - 1) * pitch for c in columns]
-
-    @cute.jit
-    def prepare(self) -> None:
-        """A warp rotates the queries of a piece; those that pad, in blocks that are not full, are zeros."""
-        spec, scale, pitch = self.spec, self._scale(), self.schedule.query_pitch(self.spec)
-        live = self.schedule.live_columns(spec)
-        for mine in cutlass.range(live, unroll=4):
-            column = self.block * self.block_columns + mine
-            address, inside = self._row_of_query(column), Boolean(column < spec.columns)
-            level = level_of(self.prepared, mine, self.lane, spec, self.schedule)
-            row = self.prepared + mine * pitch
-            self.preparer.prepare(address, inside, scale, row, *level)
-        for pad in cutlass.range(live, self.schedule.columns(spec), unroll=1):
-            level = level_of(self.prepared, pad, self.lane, spec, self.schedule)
-            self.preparer.put_levels(*level, Float32(0.0), Int32(0))
 
     def _levels(self) -> list[Any]:
         """Where the lane's columns have factors and origins: behind the lane's quarter of every row."""
@@ -462,7 +450,7 @@ class DecodeSteps:
             columns.append([turn_matrix(w) for w in pack_words(lanes, part.value_kind)])
         for tile in range(self.tiles):
             last = tile == self.steps
-            a = [Int32(x) for x in part.value_zeros] * 2 if last else part.value(tile, kept)
+            a = [Int32(x) for x in part.value_zeros or ()] * 2 if last else part.value(tile, kept)
             for j, b in enumerate(columns):
                 place = (j * self.tiles + tile) * 4
                 c = [self.out[place + i] for i in range(4)]
