@@ -24,9 +24,8 @@ from epicute.attention.decode_build import decode_kernel_for
 from epicute.attention.decode_schedule import DecodeSchedule
 from epicute.attention.mixed_decode_build import mixed_decode_kernel_for
 from epicute.attention.mixed_decode_spec import MixedDecodeSpec
-from epicute.decode import BUCKETS, kernel_for
-from epicute.decode.schedule import bucket_of
-from epicute.decode.spec import WeightForm
+from epicute.decode import kernel_for
+from epicute.decode.spec import WeightForm, buckets_of
 from epicute.errors import EpicuteError, UnsupportedError
 from epicute.jit import DEFAULT_TARGET
 from epicute.models.block_spec import PROJECTIONS, BlockSpec
@@ -94,7 +93,7 @@ def _projection(spec: DecodeBlockSpec, name: str, batch: int) -> Iterator[Any]:
     form = WeightForm(spec.weights, n, k, records, SCALES if spec.weights == "int4" else None)
     options = spec.options(name)
     gain = options.pop("norm_gain", False)
-    for rows in (bucket for bucket in BUCKETS if bucket <= bucket_of(batch)):
+    for rows in buckets_of(spec.weights, batch):
         try:
             yield kernel_for(composition, form, rows, target=DEFAULT_TARGET, gain=gain, **options)
         except UnsupportedError:

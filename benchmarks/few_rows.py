@@ -33,7 +33,7 @@ from benchmarks.timing import Run, Timer, copies_for
 from epicute.decode import kernel_for
 from epicute.decode.geometry import MMAS, RECORD_BYTES, TILES
 from epicute.decode.model import choose
-from epicute.decode.schedule import bucket_of
+from epicute.decode.schedule import FEWEST, bucket_of
 from epicute.decode.spec import WeightForm
 from epicute.epilogues import Composition, Dequantize, ResidualAdd, Store, SwiGLU, compose
 from epicute.errors import UnsupportedError
@@ -80,7 +80,8 @@ def kernel_of(
     """The kernel of the bucket of M; of a smaller one where that has none. ``mma``: by that one alone."""
     scale = BF16 if weights == "int4" else None
     form = WeightForm(weights, n, k, records_of(composition, weights, n, k), scale)
-    for rows in (bucket_of(m), 32):
+    few = weights == "int4" and m <= FEWEST and mma is None
+    for rows in (FEWEST if few else bucket_of(m), 32):
         try:
             found = kernel_for(composition, form, rows, target=DEFAULT_TARGET)
             if mma is None:

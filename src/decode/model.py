@@ -13,7 +13,9 @@ from functools import lru_cache
 
 from epicute.decode.geometry import MMAS, epilogue_tasks
 from epicute.decode.schedule import (
+    BUCKETS,
     CLUSTERS,
+    FEWEST,
     FewRowProblem,
     FewRowSchedule,
     Shared,
@@ -57,10 +59,8 @@ COPY = 21.6e3
 INTEGERS = 14e3
 """The same where they become integers."""
 
-LIVE = {8: 4.5 / 8, 16: 12.5 / 16}
-"""Share of a bucket's rows that are there on average, as far as no other bucket serves them; only these become
-integers.
-"""
+LIVE = (1 + FEWEST) / 2
+"""Rows that become integers, on average: those that are there."""
 
 SENT = 42e3
 """Bytes of partial sums that the consumers of one SM hand on per microsecond."""
@@ -86,7 +86,7 @@ def choose(
     invariant: bool = False,
     mma: str | None = None,
 ) -> FewRowSchedule:
-    """A legal schedule for ``rows`` of x (a bucket), by a model of the H200.
+    """A legal schedule for ``rows`` of x (a bucket, or ``FEWEST``), by a model of the H200.
 
     Args:
         invariant: choose what orders and rounds sums alike for all buckets.
@@ -95,12 +95,14 @@ def choose(
 
     Raises UnsupportedError where no schedule fits: units or heads too wide for so many rows.
     """
+    fewest = rows == FEWEST and problem.record.bits == 4
+    rows = max(rows, BUCKETS[0])
     judged = 32 if invariant else rows
     forms = (mma,) if mma else MMAS[: 1 if invariant or rows <= 16 else 2]
     found = []
     for form in forms:
-        integers = problem.record.bits == 4 and form == "sync" and rows <= 16 and not invariant
-        conversion = "integers" if integers else "registers"
+        exact = invariant or rows > 16 or form == "wgmma"
+        conversion = "registers" if exact else "integers" if fewest else "sums"
         plain = FewRowSchedule(rows, conversion=conversion, mma=form)
         for cluster in CLUSTERS:
             if cluster > problem.records.along:
@@ -174,8 +176,8 @@ def expected_microseconds(problem: FewRowProblem, schedule: FewRowSchedule) -> f
     readings = 1 if whole else -(-rounds // schedule.wide) * problem.bands
     copies = readings * -(-chunks // schedule.chunks)
     x = readings * chunks * record.depth * schedule.rows * 2
-    if kind == "integers":
-        x *= LIVE.get(schedule.rows, 1.0)
+    if kind == "integers" and schedule.rows == BUCKETS[0]:
+        x *= LIVE / schedule.rows
     work = records * record.rows * record.depth / PRODUCTS[kind][schedule.rows]
     # While x is copied, the ring fills and nothing is multiplied: at the start, and wherever x is read again.
     ring = copies * schedule.slots * record.size / PER_SM

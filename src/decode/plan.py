@@ -17,8 +17,8 @@ import torch
 from epicute.decode.binding import Operands
 from epicute.decode.model import expected_microseconds
 from epicute.decode.occupancy import resident_clusters
-from epicute.decode.schedule import BUCKETS, FewRowSchedule, bucket_of
-from epicute.decode.spec import FewRowKernel, WeightForm, kernel_for
+from epicute.decode.schedule import FewRowSchedule
+from epicute.decode.spec import FewRowKernel, WeightForm, buckets_of, kernel_for
 from epicute.epilogues.composition import Composition, check_operands, compose
 from epicute.epilogues.policy import Policy
 from epicute.epilogues.resolve import resolve
@@ -100,7 +100,9 @@ def plan_few_rows(
         "another name for it",
         "rename the policy's operand",
     )
-    wanted = [schedule.rows] if schedule else [b for b in BUCKETS if b <= bucket_of(max_rows)]
+    wanted = buckets_of(packed.format, max_rows, batch_invariant)
+    if schedule:
+        wanted = (schedule.rows,)
     kernels: dict[int, FewRowKernel] = {}
     for rows in wanted:
         try:

@@ -19,6 +19,7 @@ from epicute.layouts import Record, Records
 __all__ = [
     "BUCKETS",
     "CONVERSIONS",
+    "FEWEST",
     "FewRowProblem",
     "FewRowSchedule",
     "Shared",
@@ -28,6 +29,11 @@ __all__ = [
 
 BUCKETS = (8, 16, 32, 64)
 """Rows of x that a kernel can be compiled for; more are served in tiles of the last."""
+
+FEWEST = 4
+"""Rows up to which INT4 weights have a kernel of eight rows of their own, to which activations are integers: what these
+cost is by the row, and what they save is not.
+"""
 
 CLUSTERS = (1, 2, 4, 8)
 CONVERSIONS = ("integers", "sums", "registers", "bias")

@@ -12,7 +12,14 @@ import torch
 
 from epicute.decode.geometry import RECORD_BYTES, TILES, tile_rows
 from epicute.decode.model import choose
-from epicute.decode.schedule import BUCKETS, FewRowProblem, FewRowSchedule, Shared
+from epicute.decode.schedule import (
+    BUCKETS,
+    FEWEST,
+    FewRowProblem,
+    FewRowSchedule,
+    Shared,
+    bucket_of,
+)
 from epicute.epilogues.composition import Composition, compose
 from epicute.epilogues.policy import Policy
 from epicute.epilogues.resolve import Resolved, resolve
@@ -23,7 +30,7 @@ from epicute.jit import CompileKey, Target, modules_digest
 from epicute.layouts import Records
 from epicute.weights import FragmentPacked, Quantized
 
-__all__ = ["DTYPES", "FewRowKernel", "FewRowSpec", "kernel_for", "pack_few_rows"]
+__all__ = ["DTYPES", "FewRowKernel", "FewRowSpec", "buckets_of", "kernel_for", "pack_few_rows"]
 
 DTYPES = (torch.bfloat16, torch.float16)
 """Of x."""
@@ -158,7 +165,7 @@ def kernel_for(
     gain: bool = False,
     batch_invariant: bool = False,
 ) -> FewRowKernel:
-    """Describe the kernel of ``composition`` for ``rows`` (8, 16, 32 or 64) of x at a time.
+    """Describe the kernel of ``composition`` for ``rows`` (8, 16, 32 or 64) of x at a time, or up to ``FEWEST``.
 
     Args:
         composition: what to do with the sums.
@@ -174,7 +181,8 @@ def kernel_for(
     """
     form = packed if isinstance(packed, WeightForm) else WeightForm.of(packed)
     composition = compose(composition)
-    require(rows in BUCKETS, "rows", rows, f"one of {BUCKETS}", "round up, see bucket_of")
+    known = buckets_of(form.format, BUCKETS[-1], batch_invariant)
+    require(rows in known, "rows", rows, f"one of {known}", "round up, see buckets_of")
     require(
         x_dtype in DTYPES and form.format in ("int4", "fp8", SHORT.get(x_dtype)),
         "x_dtype",
@@ -205,17 +213,24 @@ def kernel_for(
         gain,
     )
     found = choose(problem, rows, target, batch_invariant) if schedule is None else schedule
+    wanted = max(rows, BUCKETS[0])
     require(
-        found.rows == rows,
+        found.rows == wanted,
         "schedule.rows",
         found.rows,
-        f"{rows}, the rows to compile for",
+        f"{wanted}, the rows to compile for",
         "write replace(schedule, rows=…)",
     )
     found.check(problem, target)
     return FewRowKernel(
         FewRowSpec(resolved, layout, problem, found, form.format, form.scale_dtype), target
     )
+
+
+def buckets_of(format: str, most: int, batch_invariant: bool = False) -> tuple[int, ...]:
+    """Rows of x that kernels serve at a time in a plan for up to ``most``."""
+    found = tuple(b for b in BUCKETS if b <= bucket_of(most))
+    return (FEWEST, *found) if format == "int4" and not batch_invariant else found
 
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}

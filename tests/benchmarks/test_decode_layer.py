@@ -385,8 +385,9 @@ def test_enough_copies_and_not_too_many() -> None:
 def test_kernels_are_known_without_data() -> None:
     found = list(decode_layer.kernels(options("1B")))
     assert len({kernel.key.digest for kernel in found}) == len(found)
-    # Four projections in three formats, over 8-bit rows another qkv; attention, as chosen and narrow; the plain read.
-    assert len(found) == 3 * (4 + 1) + 3 + 3 + 1 + 1
+    # Four projections in three formats, over 8-bit rows another qkv, INT4 ones twice; attention, as chosen and narrow;
+    # the plain read.
+    assert len(found) == 4 * (4 + 1) + 3 + 3 + 1 + 1
 
 
 @pytest.mark.parametrize(("weights", "cache"), PLAIN)

@@ -17,6 +17,7 @@ from epicute.decode import (
     plan_dequantize,
     plan_few_rows,
 )
+from epicute.decode.schedule import FEWEST
 from epicute.epilogues import Dequantize, ResidualAdd, RowScale, Store, compose
 from epicute.errors import ArgumentError, EpicuteError
 from epicute.gemm import align_rows
@@ -80,13 +81,13 @@ def test_a_gain_multiplies_x() -> None:
 
 def test_the_kernel_that_is_expected_to_be_fastest_serves() -> None:
     plan = planned(PLAIN)
-    assert set(plan.kernels) == set(BUCKETS)
-    for m in (1, 8):
-        assert plan.rows_of(m) == 8
+    assert set(plan.kernels) == {FEWEST, *BUCKETS}
+    assert plan.rows_of(1) == FEWEST
+    assert plan.rows_of(8) == 8
     assert plan.rows_of(16) == 16
     assert plan.rows_of(17) in (32, 64)
     assert all(plan.rows_of(m) in (32, 64) for m in range(129, MOST_ROWS + 1, 31))
-    assert set(planned(PLAIN, max_rows=16).kernels) == {8, 16}
+    assert set(planned(PLAIN, max_rows=16).kernels) == {FEWEST, 8, 16}
     only = kernel_for(PLAIN.composition, packed_of(PLAIN), 16, target=DEFAULT_TARGET).spec.schedule
     assert set(planned(PLAIN, schedule=only).kernels) == {16}
 

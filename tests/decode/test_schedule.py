@@ -13,6 +13,7 @@ from epicute.decode.geometry import MMAS, RECORD_BYTES, TILES
 from epicute.decode.model import STREAM, choose, expected_microseconds, rounds_of
 from epicute.decode.schedule import (
     BUCKETS,
+    FEWEST,
     FewRowProblem,
     FewRowSchedule,
     Shared,
@@ -39,7 +40,9 @@ def problems(draw: st.DrawFn) -> FewRowProblem:
 
 
 @settings(max_examples=300)
-@given(problems(), st.sampled_from(BUCKETS), st.booleans(), st.sampled_from([None, *MMAS]))
+@given(
+    problems(), st.sampled_from((FEWEST, *BUCKETS)), st.booleans(), st.sampled_from([None, *MMAS])
+)
 def test_what_is_chosen_is_legal(
     problem: FewRowProblem, rows: int, invariant: bool, mma: str | None
 ) -> None:
@@ -49,7 +52,7 @@ def test_what_is_chosen_is_legal(
         assert rows * problem.tile > 32 * 64  # what fits no schedule is wide, and of many rows
         return
     schedule.check(problem, DEFAULT_TARGET)
-    assert schedule.rows == rows
+    assert schedule.rows == max(rows, BUCKETS[0])
     assert mma is None or schedule.mma == mma
     assert expected_microseconds(problem, schedule) > 0
 
