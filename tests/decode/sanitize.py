@@ -13,6 +13,7 @@ import sys
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # read when torch first allocates
 
+from epicute.decode.schedule import CONVERSIONS
 from epicute.epilogues import Store, compose
 from tests.decode.cases import BF16, FP16, FP32, Few, FewJob, chains, dequantized, planned
 
@@ -25,9 +26,12 @@ def cases() -> list[Few]:
     for name in ("residual.fp8", "qkv.128.fp8", "qkv.64.norm", "swiglu"):
         composition, n, exact = chains(600)[name]
         found.append(Few(composition, n, 600, rows=16, exact=exact, changes=(("cluster", 2),)))
-    for conversion in ("sums", "registers", "bias"):
+    for conversion in CONVERSIONS:
         changes = (("conversion", conversion), ("chunks", 1), ("slots", 3), ("in_flight", 2))
         found.append(Few(PLAIN, 72, 1600, zeros=True, group=32, changes=changes))
+    for cluster in (1, 4):
+        changes = (("conversion", "integers"), ("cluster", cluster))
+        found.append(Few(PLAIN, 200, 4300, gain=cluster > 1, changes=changes))
     found.append(Few(dequantized(PLAIN), 72, 600, "fp8", 32))
     found.append(Few(PLAIN, 72, 600, "bf16", 64, BF16))
     found.append(Few(PLAIN, 72, 603, "fp16", 8, FP16, gain=True))
