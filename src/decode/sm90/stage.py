@@ -11,6 +11,7 @@ from cutlass import Int32, Int64, cute
 from epicute.decode.geometry import WARPS, operand_place, split, vector_place
 from epicute.decode.schedule import LINE, FewRowProblem, FewRowSchedule
 from epicute.decode.sm90.ptx import prefetch_line, store_word, store_words
+from epicute.epilogues.dsl import opaque
 from epicute.quant.dsl import WIDTH, Vector, load_vectors, multiply, pack, unpack
 
 __all__ = ["Activations"]
@@ -63,9 +64,13 @@ class Activations:
                 words = Vector(
                     first * self.vectors + vector, self.problem.depth, self.beyond, inside
                 ).load(source + Int64(row) * stride)
-                found.append((row, vector, words, at < total))
+                found.append(words)
+            # Anew, or registers hold where everything goes while it comes.
+            again = opaque(start)
             for i in cutlass.range_constexpr(self.batch):
-                row, vector, words, inside = found[i]
+                at, words = again + i * THREADS, found[i]
+                row, vector = self._cell(at)
+                inside = at < total
                 if cutlass.const_expr(self.problem.gain):
                     gains = self._gains(gain, first * self.vectors + vector)
                     words = self._multiplied(words, gains)
