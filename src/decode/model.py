@@ -175,7 +175,7 @@ def expected_microseconds(problem: FewRowProblem, schedule: FewRowSchedule) -> f
         kind, copy = "integers", INTEGERS
     readings = 1 if whole else -(-rounds // schedule.wide) * problem.bands
     copies = readings * -(-chunks // schedule.chunks)
-    x = readings * chunks * record.depth * schedule.rows * 2
+    x = 2.0 * readings * chunks * record.depth * schedule.rows
     if kind == "integers" and schedule.rows == BUCKETS[0]:
         x *= LIVE / schedule.rows
     work = records * record.rows * record.depth / PRODUCTS[kind][schedule.rows]

@@ -230,7 +230,9 @@ def kernel_for(
 def buckets_of(format: str, most: int, batch_invariant: bool = False) -> tuple[int, ...]:
     """Rows of x that kernels serve at a time in a plan for up to ``most``."""
     found = tuple(b for b in BUCKETS if b <= bucket_of(most))
-    return (FEWEST, *found) if format == "int4" and not batch_invariant else found
+    if format != "int4" or batch_invariant:
+        return found
+    return (FEWEST, *found) if most > FEWEST else (FEWEST,)
 
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}

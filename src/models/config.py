@@ -236,8 +236,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
+        got = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"{path}: got {error}, expected a Hugging Face configuration. "
+            f"{path}: got {got}, expected a Hugging Face configuration. "
             "Fix: give the folder that holds config.json and the safetensors"
         ) from error
     require(

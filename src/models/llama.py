@@ -200,7 +200,7 @@ class Llama:
 
         Args:
             requests: at one time.
-            max_length: tokens of the longest.
+            max_length: tokens of the longest; of pages, as many as hold them all, so that some more may fit.
             pages: of a shared pool; None: room for ``max_length`` tokens of each request.
             dtype: bfloat16, float16 or float8_e4m3fn, on a CPU float32; or "bf16", "fp16", "fp8"; or "int4", records
                 of nibbles (FuTransformer 3.3.2), heads of a multiple of 64; or a ``QK4PV8Form``, "qk4pv8" for the
@@ -214,7 +214,7 @@ class Llama:
             rotated: INT4: rotate rows over their heads before they are quantised (3.3.3).
 
         Raises:
-            UnsupportedError: INT4 or QK4PV8 on a GPU, whose kernels do not read them yet.
+            UnsupportedError: INT4 or QK4PV8 where the backend has no step that reads them.
             ArgumentError: another dtype; sizes or scales that make no sense; ``mirror`` with neither INT4 nor FP8;
                 ``rotated`` without INT4.
         """

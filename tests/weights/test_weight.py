@@ -201,6 +201,11 @@ def test_df_07_new_values_bring_their_own_scale() -> None:
     assert first.scale.max() <= np.float32(0.1) / np.float32(448)
 
 
+def test_what_is_no_tensor_is_refused_by_name() -> None:
+    with pytest.raises(ArgumentError, match=r"^q_proj: got ndarray, expected a torch.Tensor"):
+        Weight(np.zeros((2, 2), np.float32), "q_proj")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("format", list(DTYPES))
 def test_broken_values_are_refused_by_name(bad: float, format: str) -> None:

@@ -182,9 +182,6 @@ class IntegerActivations(Activations):
         place = chunk * self.shared.chunk + self.shared.factor_place(mine, row)
         put_factor(target + place, power, total, Boolean(here) & (inside == 0))
 
-    def _taken(self, words: Any, gains: list[Any] | None) -> Any:
-        return words if gains is None else self._multiplied(words, gains)
-
     def _powers(self, largest: Any) -> tuple[Any, Any]:
         """Bits of 2^(14 - e) and of its inverse, of the bits of the largest magnitude, which has exponent e."""
         if self.problem.dtype == torch.float16:

@@ -71,9 +71,7 @@ class Activations:
                 at, words = again + i * THREADS, found[i]
                 row, vector = self._cell(at)
                 inside = at < total
-                if cutlass.const_expr(self.problem.gain):
-                    gains = self._gains(gain, first * self.vectors + vector)
-                    words = self._multiplied(words, gains)
+                words = self._taken(words, self._gains(gain, first * self.vectors + vector))
                 if cutlass.const_expr(self.wgmma):
                     places = [
                         target + Int32(operand_place(row, vector, i, self.rows, self.run))
@@ -103,8 +101,10 @@ class Activations:
         some = Vector(cutlass.min(vector, beyond), depth, beyond)
         return load_vectors(gain, some, depth, beyond, torch.float32)
 
-    def _multiplied(self, words: Any, gains: list[Any]) -> Any:
-        """Eight values times their gains, each product rounded once to x's dtype."""
+    def _taken(self, words: Any, gains: list[Any] | None) -> Any:
+        """Eight values, times their gains where there are any, each product rounded once to x's dtype."""
+        if gains is None:
+            return words
         dtype = self.problem.dtype
         lanes = unpack(words, dtype)
         return pack([multiply(x, g) for x, g in zip(lanes, gains, strict=True)], dtype)
