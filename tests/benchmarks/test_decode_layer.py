@@ -385,9 +385,13 @@ def test_enough_copies_and_not_too_many() -> None:
 def test_kernels_are_known_without_data() -> None:
     found = list(decode_layer.kernels(options("1B")))
     assert len({kernel.key.digest for kernel in found}) == len(found)
-    # Four projections in three formats, over 8-bit rows another qkv, INT4 ones twice; attention, as chosen and narrow;
-    # the plain read.
-    assert len(found) == 4 * (4 + 1) + 3 + 3 + 1 + 1
+    # Four projections in three formats, over 8-bit rows another qkv; attention, as chosen and narrow; the plain read.
+    assert len(found) == 3 * (4 + 1) + 3 + 3 + 1 + 1
+
+
+def test_more_rows_have_other_kernels_too() -> None:
+    few, more = (list(kernels_of(SHAPES["1B"], batch, "int4", "int4")) for batch in (1, 8))
+    assert len(more) == len(few) + 4
 
 
 @pytest.mark.parametrize(("weights", "cache"), PLAIN)
