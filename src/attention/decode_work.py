@@ -30,7 +30,6 @@ __all__ = [
     "pieces",
     "slot_of",
     "smaller",
-    "split",
     "stripe",
     "tile_span",
     "units_of",
@@ -54,13 +53,6 @@ def smaller(a: Any, b: Any) -> Any:
     import cutlass
 
     return cutlass.min(a, b)
-
-
-def split(x: Any, n: int) -> tuple[Any, Any]:
-    """(x // n, x % n) of an x that is not negative, which a compiler does not know of an integer with a sign."""
-    if n & (n - 1):
-        return x // n, x % n
-    return x >> (n.bit_length() - 1), x & (n - 1)
 
 
 def tile_span(length: Any, rows: int, window: int | None, tile: int) -> tuple[Any, Any]:

@@ -22,7 +22,7 @@ from math import gcd
 from typing import Any
 
 from epicute.epilogues.resolve import Block, Resolved, ResolvedRange
-from epicute.layouts import BLOCK, Record, operand_position
+from epicute.layouts import BLOCK, Record, operand_position, split
 
 __all__ = [
     "BAND",
@@ -43,7 +43,6 @@ __all__ = [
     "share_of",
     "shares_of",
     "span_of",
-    "split",
     "tile_rows",
     "vector_place",
     "warp_rows",
@@ -72,15 +71,6 @@ MMAS = ("sync", "wgmma")
 
 OPERAND_ROW = 2 * BLOCK
 """Bytes of a row of a block as WGMMA reads it: of the 128-byte swizzle."""
-
-
-def split(x: Any, n: int) -> tuple[Any, Any]:
-    """(x // n, x % n) of an x that is not negative, which a compiler does not know of a 32-bit integer: where n is a
-    power of two a shift and a mask, else some six instructions each.
-    """
-    if n & (n - 1):
-        return x // n, x % n
-    return x >> (n.bit_length() - 1), x & (n - 1)
 
 
 def warp_rows(bits: int, mma: str = "sync") -> int:

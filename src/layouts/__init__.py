@@ -27,6 +27,7 @@ from epicute.layouts.fragments import (
     accumulator_owner,
     accumulator_registers,
 )
+from epicute.layouts.quotients import split
 from epicute.layouts.row_order import (
     CHUNKS,
     Piece,
@@ -62,4 +63,5 @@ __all__ = [
     "lane_k",
     "operand_k",
     "operand_position",
+    "split",
 ]

@@ -16,11 +16,11 @@ from epicute.attention.decode_work import (
     part_tiles,
     pieces,
     slot_of,
-    split,
     stripe,
     tile_span,
     units_of,
 )
+from epicute.layouts import split
 
 LENGTHS = st.lists(
     st.one_of(st.sampled_from((0, 1, 63, 64, 65, 255, 256, 257, 4097)), st.integers(0, 9000)),

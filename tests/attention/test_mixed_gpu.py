@@ -33,7 +33,7 @@ def planned(spec: MixedSpec) -> MixedPlan:
 def budgets(spec: MixedSpec) -> tuple[float, float, float]:
     """(norm, worst row, LSE): the contract's for exact16; FP8 accumulators cut logits too, at 2^-13 of the largest.
 
-    Of that ΔS may be a part, and a large one: ``cut_lse`` is what it adds to the last.
+    Of that ΔS may be a part, and a large one on loud channels: ``cut_lse`` is what it adds to the last there.
     """
     if spec.out_is_fp8:
         return 4.5e-2, 8e-2, 3e-3
@@ -42,8 +42,8 @@ def budgets(spec: MixedSpec) -> tuple[float, float, float]:
     return 1e-2, 3e-2, 3e-3
 
 
-def compare(batch: MixedBatch) -> None:
-    """Run a batch and compare all of it with the algorithm in float64."""
+def compare(batch: MixedBatch, loud: bool = False) -> None:
+    """Run a batch and compare all of it with the algorithm in float64. ``loud``: ΔS is large in it."""
     spec = batch.spec
     outputs, lses = batch.run(planned(spec))
     norm, row, lse = budgets(spec)
@@ -62,7 +62,9 @@ def compare(batch: MixedBatch) -> None:
         if lses:
             finite = sums.isfinite()
             assert (lses[i].double()[~finite] == sums[~finite]).all()
-            near = (lses[i].double() - sums).abs() <= lse + batch.cut_lse(i, sums)
+            near = (lses[i].double() - sums).abs() <= lse + (
+                batch.cut_lse(i, sums) if loud else 0.0
+            )
             assert near[finite].all(), (i, queries, keys)
 
 
@@ -127,7 +129,7 @@ def test_placements_agree_on_a_loud_channel() -> None:
         for placement in ("acc_init", "mma", "elementwise"):
             spec = replace(SPECS["exact16"], qk=qk, placement=placement)
             batch = MixedBatch.draw(spec, [(200, 700)], 2, outlier=30.0)
-            compare(batch)
+            compare(batch, loud=True)
             found[qk, placement] = batch.run(planned(spec))[0][0].double()
         for placement in ("mma", "elementwise"):
             one, other = found[qk, placement], found[qk, "acc_init"]

@@ -16,12 +16,12 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from epicute.attention.decode_arguments import at
 from epicute.attention.decode_schedule import NEW_ROW_BYTES, DecodeSchedule
 from epicute.attention.decode_spec import DecodeSpec
-from epicute.attention.decode_work import split
 from epicute.attention.sm90.decode_ptx import rotate_lanes, shared_load, shared_store
 from epicute.attention.sm90.scheduler import load_int
 from epicute.epilogues.dsl import opaque
 from epicute.kv.append_row import pack_nibbles, unpack_halves
 from epicute.kv.int4 import INT4_MAX
+from epicute.layouts import split
 from epicute.layouts.kv_int4 import ZERO_CODE, Int4Record
 from epicute.quant.dsl import Peak, asm, divide, magnitude, multiply, reciprocal
 from epicute.quant.fp8 import SCALE_MIN

@@ -40,7 +40,6 @@ from epicute.attention.decode_schedule import (
     DecodeSchedule,
 )
 from epicute.attention.decode_spec import CACHES, DecodeSpec
-from epicute.attention.decode_work import split
 from epicute.attention.sm90.decode_merge import Merge
 from epicute.attention.sm90.decode_operands import fill_table
 from epicute.attention.sm90.decode_producer import Producer, boxes_of, read_item
@@ -48,6 +47,7 @@ from epicute.attention.sm90.decode_scribe import Queries, Scribe
 from epicute.attention.sm90.decode_steps import MERGING, DecodeSteps
 from epicute.epilogues.dsl import opaque
 from epicute.gemm.memory import DSL_DTYPES
+from epicute.layouts import split
 
 __all__ = ["HopperDecode"]
 

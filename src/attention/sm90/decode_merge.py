@@ -23,7 +23,7 @@ from epicute.attention.decode_arguments import at
 from epicute.attention.decode_fragments import local_channel, natural_channel
 from epicute.attention.decode_schedule import DecodeSchedule
 from epicute.attention.decode_spec import DecodeSpec
-from epicute.attention.decode_work import slot_of, split
+from epicute.attention.decode_work import slot_of
 from epicute.attention.sm90.decode_ptx import (
     copy_if,
     floats_at,
@@ -44,6 +44,7 @@ from epicute.attention.sm90.softmax import LOG2_E, exp2, fma, maximum
 from epicute.attention.sm90.store import store_float_if
 from epicute.epilogues.dsl import opaque, pack_words, pure_asm
 from epicute.gemm.memory import PACKED
+from epicute.layouts import split
 from epicute.quant.dsl import (
     Peak,
     Tally,

@@ -16,7 +16,6 @@ from cutlass import Boolean, Float32, Int16, Int32, Int64, cute
 from epicute.attention.decode_fragments import TileLayout, row_token
 from epicute.attention.decode_schedule import DecodeSchedule
 from epicute.attention.decode_spec import DecodeSpec
-from epicute.attention.decode_work import split
 from epicute.attention.sm90.decode_ptx import (
     halves_of_codes,
     load_matrices,
@@ -28,6 +27,7 @@ from epicute.attention.sm90.decode_ptx import (
 )
 from epicute.epilogues.dsl import pack_words
 from epicute.kv.append_row import unpack_halves
+from epicute.layouts import split
 from epicute.layouts.kv_int4 import SCALE_BYTES, ZERO_CODE, Int4Record, nibble_of_channel
 from epicute.quant.dsl import magnitude, maximum, multiply
 

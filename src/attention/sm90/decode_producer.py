@@ -19,7 +19,6 @@ from epicute.attention.decode_work import (
     owner,
     part_tiles,
     slot_of,
-    split,
     stripe,
     tile_span,
     units_of,
@@ -27,6 +26,7 @@ from epicute.attention.decode_work import (
 )
 from epicute.attention.sm90.decode_ptx import bulk_copy
 from epicute.attention.sm90.scheduler import load_int
+from epicute.layouts import split
 from epicute.layouts.kv_int4 import Int4Record
 
 __all__ = ["Item", "Producer", "read_item"]

@@ -28,7 +28,6 @@ __all__ = [
     "load_matrices",
     "mask_or",
     "multiply",
-    "multiply_codes",
     "permute_bytes",
     "rotate_lanes",
     "shared_load",
@@ -68,20 +67,6 @@ def multiply(kind: str, a: list[Any], b: list[Any], c: list[Any]) -> list[Any]:
     )
     constraints = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
     return _several(text, constraints, Float32, 4, *a, *b, *(Float32(x) for x in c))
-
-
-def multiply_codes(a: list[Any], b: list[Any], c: list[Any]) -> list[Any]:
-    """C + A · B of 16 × 8 × 32 in integers: A of unsigned, B of signed bytes.
-
-    Lane 4g + t has of A rows g and g + 8 at depths 4t to 4t + 3 (words 0, 1) and 4t + 16 to 4t + 19 (words 2, 3); of B
-    column g at the same depths; of C what it has in ``multiply``.
-    """
-    text = (
-        "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
-        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
-    )
-    constraints = "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r"
-    return _several(text, constraints, Int32, 4, *a, *b, *(Int32(x) for x in c))
 
 
 def load_matrices(address: Any, count: int = 4, turned: bool = False) -> list[Any]:

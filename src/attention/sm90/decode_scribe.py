@@ -16,12 +16,12 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from epicute.attention.decode_schedule import MAIL_SLOTS
 from epicute.attention.decode_spec import DecodeSpec
-from epicute.attention.decode_work import split
 from epicute.attention.sm90.decode_append import Appender
 from epicute.attention.sm90.decode_merge import Merge
 from epicute.attention.sm90.decode_operands import level_of
 from epicute.attention.sm90.decode_producer import Item, read_item
 from epicute.attention.sm90.decode_steps import DecodeSteps
+from epicute.layouts import split
 from epicute.quant.dsl import asm
 
 __all__ = ["Queries", "Scribe"]

@@ -27,20 +27,20 @@ from epicute.attention.decode_arguments import at
 from epicute.attention.decode_fragments import row_token
 from epicute.attention.decode_schedule import DecodeSchedule
 from epicute.attention.decode_spec import DecodeSpec
-from epicute.attention.decode_work import split
 from epicute.attention.sm90.decode_append import Appender
 from epicute.attention.sm90.decode_codes import operands_of
 from epicute.attention.sm90.decode_operands import Operands, query_place
 from epicute.attention.sm90.decode_ptx import (
     load_float,
     multiply,
-    multiply_codes,
     shared_load,
     turn_matrix,
 )
 from epicute.attention.sm90.decode_references import UNSEEN, move_references
 from epicute.attention.sm90.softmax import LOG2_E, exp2, fma, maximum
+from epicute.decode.sm90.ptx import multiply_bytes
 from epicute.epilogues.dsl import opaque, pack_words, pure_asm
+from epicute.layouts import split
 
 __all__ = ["MERGING", "DecodeSteps"]
 
@@ -303,7 +303,7 @@ class DecodeSteps:
                 a = part.key_codes(step)
                 for one, row in zip(mine, self.queries, strict=True):
                     for plane, b in enumerate(self.operands.prepared(row, 2 * step)):
-                        one[plane] = multiply_codes(a, b, one[plane])
+                        one[plane] = multiply_bytes(True, a, b, one[plane])
         return [
             [[(x * 256 + y).to(Float32) for x, y in zip(*one, strict=True)] for one in mine]
             for mine in sums

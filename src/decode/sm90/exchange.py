@@ -15,9 +15,10 @@ from typing import Any
 import cutlass
 from cutlass import Int32, cute
 
-from epicute.decode.geometry import FINISHERS, partial_place, split
+from epicute.decode.geometry import FINISHERS, partial_place
 from epicute.decode.schedule import FewRowProblem, FewRowSchedule, Shared
 from epicute.decode.sm90.ptx import add, load_four, remote, store_async
+from epicute.layouts import split
 
 __all__ = ["Exchange"]
 

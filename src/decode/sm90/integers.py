@@ -9,7 +9,8 @@ What `mma.sync` of BF16 takes for eight codes, seven instructions that make numb
 
 Sums of a span are exact, zero points' share of them too. An activation loses what is below 2^-14 of the power of two
 of the largest one of its row and span (a group, at most 128 k): nothing where it is within 2^-7 of it (BF16) or 2^-4
-(FP16), so that a row's error is below that of its largest activation's own rounding. A span that holds an infinity or
+(FP16), half a unit of 2^-14 of that power of two at most,
+where the largest one's own rounding may have lost 2^-9 of it (BF16). A span that holds an infinity or
 NaN makes its row NaN.
 """
 
@@ -21,12 +22,13 @@ import cutlass
 import torch
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from epicute.decode.geometry import WARPS, span_of, split, vector_place
+from epicute.decode.geometry import WARPS, span_of, vector_place
 from epicute.decode.schedule import FewRowProblem, FewRowSchedule, Shared
 from epicute.decode.sm90.multiply import Multiplier
 from epicute.decode.sm90.ptx import fma, load_words, multiply_bytes, store_pair, store_words
 from epicute.decode.sm90.stage import Activations
 from epicute.epilogues.dsl import pure_asm
+from epicute.layouts import split
 from epicute.quant.dsl import WIDTH, Vector, unpack
 
 __all__ = ["IntegerActivations", "IntegerMultiplier"]

@@ -81,37 +81,36 @@ def mma(dtype: torch.dtype, a: list[Any], b: list[Any], c: list[Any]) -> list[An
         f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
-    float32 = Float32.mlir_type
-    found = llvm.inline_asm(
-        llvm.StructType.get_literal([float32] * 4),
-        [x.ir_value() for x in (*a, *b, *c)],
-        text,
-        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
-        has_side_effects=False,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
-    return [Float32(llvm.extractvalue(float32, found, [i])) for i in range(4)]
+    return _product(text, Float32, "f", a, b, c)
 
 
 def multiply_bytes(signed: bool, a: list[Any], b: list[Any], c: list[Any]) -> list[Any]:
-    """c + a·b of one m16n8k32 in 32-bit integers, of unsigned bytes ``a`` and bytes ``b``, ``signed`` or not."""
+    """c + a·b of one m16n8k32 in 32-bit integers, of unsigned bytes ``a`` and bytes ``b``, ``signed`` or not.
+
+    Lane 4g + t has of A rows g and g + 8 at depths 4t to 4t + 3 (words 0, 1) and 4t + 16 to 4t + 19 (words 2, 3); of B
+    column g at the same depths; of C rows g (two) and g + 8 (two) at columns 2t and 2t + 1.
+    """
     kind = "s8" if signed else "u8"
     text = (
         f"mma.sync.aligned.m16n8k32.row.col.s32.u8.{kind}.s32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
-    int32 = Int32.mlir_type
+    return _product(text, Int32, "r", a, b, c)
+
+
+def _product(text: str, result: Any, kind: str, a: list[Any], b: list[Any], c: list[Any]) -> Any:
+    """Four sums of type ``result``, in registers of ``kind``."""
+    of_sums = ",".join([kind] * 4)
     found = llvm.inline_asm(
-        llvm.StructType.get_literal([int32] * 4),
-        [Int32(x).ir_value() for x in (*a, *b, *c)],
+        llvm.StructType.get_literal([result.mlir_type] * 4),
+        [x.ir_value() for x in (*map(Int32, (*a, *b)), *map(result, c))],
         text,
-        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
+        f"={of_sums.replace(',', ',=')},r,r,r,r,r,r,{of_sums}",
         has_side_effects=False,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )
-    return [Int32(llvm.extractvalue(int32, found, [i])) for i in range(4)]
+    return [result(llvm.extractvalue(result.mlir_type, found, [i])) for i in range(4)]
 
 
 ADJACENT = 1 << 16

@@ -8,10 +8,11 @@ import cutlass
 import torch
 from cutlass import Int32, Int64, cute
 
-from epicute.decode.geometry import WARPS, operand_place, split, vector_place
+from epicute.decode.geometry import WARPS, operand_place, vector_place
 from epicute.decode.schedule import LINE, FewRowProblem, FewRowSchedule
 from epicute.decode.sm90.ptx import prefetch_line, store_word, store_words
 from epicute.epilogues.dsl import opaque
+from epicute.layouts import split
 from epicute.quant.dsl import WIDTH, Vector, load_vectors, multiply, pack, unpack
 
 __all__ = ["Activations"]
