@@ -28,7 +28,7 @@ from benchmarks.data import CHUNK, clones, exactly
 from benchmarks.floors import BYTES
 from benchmarks.harness import Options
 from benchmarks.mixes import LONGEST
-from benchmarks.peers import EPS, rotate
+from benchmarks.peers import EPS, Tensors, rotate
 from benchmarks.projections import THETA
 from benchmarks.timing import COLD_BYTES
 from benchmarks.work import layer_floor
@@ -73,6 +73,8 @@ class Block:
     copies: int = 0
     seed: int = 0
     random: torch.Generator = field(init=False)
+    compiled: dict[str, list[Tensors]] = field(init=False, default_factory=dict)
+    """Format → every copy of what PyTorch's layers multiply by; theirs in common (``torch_block``)."""
 
     def __post_init__(self) -> None:
         touched = self.shape.weights * BYTES["fp8"]

@@ -58,6 +58,7 @@ class OurBlock:
         packed: rows of all requests one after another; else padded.
         page: tokens of a cache page, in random order; None for a dense cache, of padded requests.
         scaling: of FP8 activations, ``delayed`` or ``row``.
+        accumulate: of FP8 products, ``fast`` or ``precise``; None for the library's choice.
     """
 
     source: Block
@@ -65,11 +66,18 @@ class OurBlock:
     packed: bool = False
     page: int | None = None
     scaling: str = "delayed"
+    accumulate: str | None = None
 
     @property
     def spec(self) -> BlockSpec:
         """What decides the kernels."""
-        return BlockSpec(self.source.shape, format=self.weights, scaling=self.scaling, eps=EPS)
+        return BlockSpec(
+            self.source.shape,
+            format=self.weights,
+            scaling=self.scaling,
+            eps=EPS,
+            accumulate=self.accumulate,
+        )
 
     @property
     def rows(self) -> int:

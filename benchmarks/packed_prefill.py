@@ -1,7 +1,8 @@
 """Table ``packed-prefill``: a batch of unequal requests, packed beside padded (FuTransformer 4.10).
 
 Padded requests have their lengths with them, so that attention skips what only pads; both layouts
-write a paged cache. The compiled layers of ``prefill-layer`` are padded too.
+write a paged cache. The compiled layers of ``prefill-layer`` are padded too. FP8 products are added fast and precisely
+by everybody, a row for each.
 """
 
 from __future__ import annotations
@@ -40,30 +41,54 @@ PROTOCOL = (
 )
 
 WEIGHTS = "fp8"
+ACCUMULATE = ("fast", "precise")
+LAYOUTS = ("packed", "padded")
 
 
 def measure(block: Block, session: Session) -> list[Row]:
-    """The row of one mix."""
+    """The rows of one mix, one for each way to add FP8 products."""
     torch._dynamo.reset()  # its cache is per function and full after eight shapes
     check = checker({"out": block.exact()}, block.view, lambda _: allowed(WEIGHTS))
     fast, own = fastest(block, session.timer), chosen(block)
     prints = Footprints()
-    for name, packed in (("ours-packed", True), ("ours-padded", False)):
-        mine = OurBlock(block, WEIGHTS, packed=packed, page=PAGE)
-        held = partial(getattr, mine, "nbytes")
-        session.add(name, prints.watched(name, mine.runner, held), check)
-    for name, backend in compiled(WEIGHTS, fast, own).items():
-        build = partial(compiled_block, block, WEIGHTS, backend)
-        session.add(name, prints.watched(name, build), check)
+    for accumulate in ACCUMULATE:
+        for layout in LAYOUTS:
+            mine, name = ours_of(block, layout, accumulate), f"ours-{layout}-{accumulate}"
+            held = partial(getattr, mine, "nbytes")
+            session.add(name, prints.watched(name, mine.runner, held), check)
+        for name, backend in compiled(WEIGHTS, accumulate, fast, own).items():
+            build = partial(compiled_block, block, WEIGHTS, backend, accumulate)
+            session.add(name, prints.watched(name, build), check)
     session.measure(block.copies, block.least_us)
-    default = "compile-fp8" if fast == own else "compile-fp8-default"
-    peers = {"ours-padded": "ours-padded", "compile-fp8": "compile-fp8"}
-    peers["compile-fp8-default"] = default
     variant = f"sdpa {said(fast)}, by default {said(own)}"
-    case = {**block.case, "weights": WEIGHTS, "page": PAGE, "variant": variant}
+    return [row(block, a, fast == own, variant, session, prints) for a in ACCUMULATE]
+
+
+def row(
+    block: Block,
+    accumulate: str,
+    same: bool,
+    variant: str,
+    session: Session,
+    prints: Footprints,
+) -> Row:
+    """The mix's row; ``same``: PyTorch's choice is the fastest back-end."""
+    peers = {"ours-padded": f"ours-padded-{accumulate}", "compile-fp8": "compile-fp8"}
+    if accumulate == "fast":
+        peers["compile-fp8-default"] = "compile-fp8" if same else "compile-fp8-default"
+    else:
+        peers["compile-fp8-precise"] = "compile-fp8-precise"
+    case = {**block.case, "weights": WEIGHTS, "accumulate": accumulate, "page": PAGE}
+    ours = f"ours-packed-{accumulate}"
     floor = layer_floor(block.shape, block.lengths, WEIGHTS)
-    found = session.row(case, "ours-packed", peers, floor)
-    return [footed(found, {"ours": "ours-packed", **peers}, session, prints)]
+    found = session.row({**case, "variant": variant}, ours, peers, floor)
+    return footed(found, {"ours": ours, **peers}, session, prints)
+
+
+def ours_of(block: Block, layout: str, accumulate: str) -> OurBlock:
+    """Our candidate of a row, of ``LAYOUTS``."""
+    packed = layout == "packed"
+    return OurBlock(block, WEIGHTS, packed=packed, page=PAGE, accumulate=accumulate)
 
 
 def cases(options: Options) -> Iterator[Block]:
@@ -77,9 +102,10 @@ def kernels(options: Options) -> Iterator[Any]:
     """Every kernel the table runs, each once."""
     return once(
         kernel
-        for block in options.progress.left(cases(options), 1)
-        for packed in (True, False)
-        for kernel in OurBlock(block, WEIGHTS, packed=packed, page=PAGE).kernels()
+        for block in options.progress.left(cases(options), len(ACCUMULATE))
+        for accumulate in ACCUMULATE
+        for layout in LAYOUTS
+        for kernel in ours_of(block, layout, accumulate).kernels()
     )
 
 
@@ -88,5 +114,5 @@ def table(options: Options, timer: Timer, source: Provenance, folder: Path) -> T
     path = folder / "packed-prefill.json"
     protocol = options.protocol + PROTOCOL
     found = Table("packed-prefill", PAPER, protocol, LAYER_FLOOR, source, path)
-    left = options.progress.left(cases(options), 1)
+    left = options.progress.left(cases(options), len(ACCUMULATE))
     return fill(found, left, measure, timer, options.rounds, options.progress)

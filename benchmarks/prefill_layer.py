@@ -2,8 +2,9 @@
 
 FP8 and BF16 candidates share a session. PyTorch's FP8 layer stands twice: with the back-end of
 attention that is fastest for this case (``compile-fp8``), and with the one that PyTorch chooses
-(``compile-fp8-default``); where that is the same one, it is timed once. Keys and values go to a dense
-cache. ``ours-rolled`` also rolls its scales, as an invocation of a single layer would.
+(``compile-fp8-default``); where that is the same one, it is timed once. FP8 products are added fast and
+precisely, in ours and in PyTorch's (``compile-fp8-precise``): a row for each, as neither replaces the other. Keys and
+values go to a dense cache. ``ours-rolled`` also rolls its scales, as an invocation of a single layer would.
 """
 
 from __future__ import annotations
@@ -30,7 +31,18 @@ from benchmarks.torch_block import chosen, compiled_block, fastest
 from benchmarks.work import LAYER_FLOOR, layer_floor
 from epicute.models.shapes import SHAPES
 
-__all__ = ["PAPER", "PROTOCOL", "cases", "kernels", "measure", "table"]
+__all__ = [
+    "PAPER",
+    "PROTOCOL",
+    "cases",
+    "compiled",
+    "footed",
+    "kernels",
+    "measure",
+    "named",
+    "said",
+    "table",
+]
 
 PAPER = (
     "FuTransformer (arXiv 2610.23796), sections 4.1, 4.2 and 4.7, figure 1 and table 8: one layer at "
@@ -48,35 +60,50 @@ PROTOCOL = (
 
 FORMATS = ("fp8", "bf16")
 
+ROWS = (("fp8", "fast"), ("fp8", "precise"), ("bf16", "fast"))
+"""Format of weights, and how products are added, of a case's rows."""
+
 
 def measure(block: Block, session: Session) -> list[Row]:
-    """The rows of one shape and length, one per format of weights."""
+    """The rows of one shape and length: see ``ROWS``."""
     torch._dynamo.reset()  # its cache is per function and full after eight shapes
     exact, prints = {"out": block.exact()}, Footprints()
     fast, own = fastest(block, session.timer), chosen(block)
-    for weights in FORMATS:
+    for weights, accumulate in ROWS:
         check = checker(exact, block.view, partial(_allowed, weights))
-        mine, name = OurBlock(block, weights), f"ours-{weights}"
+        mine, name = ours_of(block, weights, accumulate), named("ours", weights, accumulate)
         held = partial(getattr, mine, "nbytes")
         session.add(name, prints.watched(name, mine.runner, held), check)
-        if mine.spec.delayed:
+        if mine.spec.delayed and accumulate == "fast":
             session.add("ours-rolled", partial(mine.runner, roll=True), check)
-        for peer, backend in compiled(weights, fast, own).items():
-            build = partial(compiled_block, block, weights, backend)
+        for peer, backend in compiled(weights, accumulate, fast, own).items():
+            build = partial(compiled_block, block, weights, backend, accumulate)
             session.add(peer, prints.watched(peer, build), check)
     session.measure(block.copies, block.least_us)
     variant = f"sdpa {said(fast)}, by default {said(own)}"
-    return [row(block, weights, fast == own, variant, session, prints) for weights in FORMATS]
+    return [row(block, *which, fast == own, variant, session, prints) for which in ROWS]
+
+
+def ours_of(block: Block, weights: str, accumulate: str) -> OurBlock:
+    """Our candidate of a row."""
+    return OurBlock(block, weights, accumulate=accumulate if weights == "fp8" else None)
+
+
+def named(who: str, weights: str, accumulate: str) -> str:
+    """A candidate's name: ``compile-fp8``, ``ours-fp8-precise``."""
+    return f"{who}-{weights}" + "-precise" * (accumulate == "precise")
 
 
 def _allowed(weights: str, output: str) -> Any:
     return allowed(weights)
 
 
-def compiled(weights: str, fast: SDPBackend, own: SDPBackend) -> dict[str, SDPBackend | None]:
-    """Compiled candidates of a format and the back-end of each; None leaves it to PyTorch."""
-    found: dict[str, SDPBackend | None] = {f"compile-{weights}": fast}
-    if weights == "fp8" and own != fast:
+def compiled(
+    weights: str, accumulate: str, fast: SDPBackend, own: SDPBackend
+) -> dict[str, SDPBackend | None]:
+    """Compiled candidates of a row and the back-end of each; None leaves it to PyTorch."""
+    found: dict[str, SDPBackend | None] = {named("compile", weights, accumulate): fast}
+    if weights == "fp8" and accumulate == "fast" and own != fast:
         found["compile-fp8-default"] = None
     return found
 
@@ -87,18 +114,27 @@ def said(backend: SDPBackend) -> str:
 
 
 def row(
-    block: Block, weights: str, same: bool, variant: str, session: Session, prints: Footprints
+    block: Block,
+    weights: str,
+    accumulate: str,
+    same: bool,
+    variant: str,
+    session: Session,
+    prints: Footprints,
 ) -> Row:
-    """The block's row for one format; ``same``: PyTorch's choice is the fastest back-end."""
+    """The block's row of ``ROWS``; ``same``: PyTorch's choice is the fastest back-end."""
     peers = {"compile-bf16": "compile-bf16"}
     if weights == "fp8":
         default = "compile-fp8" if same else "compile-fp8-default"
         peers = {"compile-fp8": "compile-fp8", "compile-fp8-default": default, **peers}
         peers |= {"ours-rolled": "ours-rolled", "ours-bf16": "ours-bf16"}
-    case = {**block.case, "weights": weights, "variant": variant}
+    if accumulate == "precise":
+        peers = {name: name for name in ("compile-fp8-precise", "compile-fp8", "compile-bf16")}
+    ours = named("ours", weights, accumulate)
+    case = {**block.case, "weights": weights, "accumulate": accumulate, "variant": variant}
     floor = layer_floor(block.shape, block.lengths, weights)
-    found = session.row(case, f"ours-{weights}", peers, floor)
-    return footed(found, {"ours": f"ours-{weights}", **peers}, session, prints)
+    found = session.row(case, ours, peers, floor)
+    return footed(found, {"ours": ours, **peers}, session, prints)
 
 
 def footed(found: Row, candidates: Mapping[str, str], session: Session, prints: Footprints) -> Row:
@@ -126,9 +162,9 @@ def kernels(options: Options) -> Iterator[Any]:
     """Every kernel the table runs, each once."""
     return once(
         kernel
-        for block in options.progress.left(cases(options), len(FORMATS))
-        for weights in FORMATS
-        for kernel in OurBlock(block, weights).kernels()
+        for block in options.progress.left(cases(options), len(ROWS))
+        for which in ROWS
+        for kernel in ours_of(block, *which).kernels()
     )
 
 
@@ -137,5 +173,5 @@ def table(options: Options, timer: Timer, source: Provenance, folder: Path) -> T
     path = folder / "prefill-layer.json"
     protocol = options.protocol + PROTOCOL
     found = Table("prefill-layer", PAPER, protocol, LAYER_FLOOR, source, path)
-    left = options.progress.left(cases(options), len(FORMATS))
+    left = options.progress.left(cases(options), len(ROWS))
     return fill(found, left, measure, timer, options.rounds, options.progress)

@@ -20,7 +20,7 @@ from epicute.models.shapes import SHAPES
 
 __all__ = ["Progress", "earlier_rows", "of_case", "place"]
 
-FOUND = ("weights", "cache", "variant")
+FOUND = ("weights", "accumulate", "cache", "page", "variant")
 """What the rows of a case have beside the fields of the case, found out while it is measured."""
 
 SAME = ("device", "torch", "dsl")

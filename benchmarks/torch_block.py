@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -36,8 +37,8 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 
 
-def project_fp8(x: Tensor, given: Tensors, name: str) -> Tensor:
-    """(M, N) bfloat16 of x float32 and a weight with one scale per channel."""
+def project_fp8(x: Tensor, given: Tensors, name: str, fast: bool = True) -> Tensor:
+    """(M, N) bfloat16 of x float32 and a weight with one scale per channel. ``fast``: how products are added."""
     codes, scale = quantized(x)
     return torch._scaled_mm(
         codes,
@@ -45,7 +46,7 @@ def project_fp8(x: Tensor, given: Tensors, name: str) -> Tensor:
         scale_a=scale,
         scale_b=given[f"{name}_scale"],
         out_dtype=BF16,
-        use_fast_accum=True,
+        use_fast_accum=fast,
     )
 
 
@@ -60,13 +61,17 @@ def normed(x: Tensor, gain: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + EPS) * gain.float()
 
 
-def layer_of(block: Block, weights: str, backend: SDPBackend | None) -> Layer:
+def layer_of(
+    block: Block, weights: str, backend: SDPBackend | None, accumulate: str = "fast"
+) -> Layer:
     """The layer over padded rows (batch * longest, hidden), for torch.compile.
 
-    ``backend``: of attention; None leaves the choice to PyTorch.
+    ``backend``: of attention; None leaves the choice to PyTorch. ``accumulate``: of FP8 products.
     """
     shape, batch, length = block.shape, block.batch, block.longest
-    project = project_fp8 if weights == "fp8" else project_bf16
+    project = project_bf16
+    if weights == "fp8":
+        project = partial(project_fp8, fast=accumulate == "fast")
     widths = [shape.q_width, shape.kv_width, shape.kv_width]
 
     def heads_of(x: Tensor) -> Tensor:
@@ -96,12 +101,17 @@ def using(backend: SDPBackend | None) -> AbstractContextManager[Any]:
     return nullcontext() if backend is None else sdpa_kernel(backend)
 
 
-def compiled_block(block: Block, weights: str, backend: SDPBackend | None) -> Run:
-    """torch.compile, default mode, of the whole layer over padded rows."""
-    function = torch.compile(layer_of(block, weights, backend), dynamic=False, fullgraph=True)
+def compiled_block(
+    block: Block, weights: str, backend: SDPBackend | None, accumulate: str = "fast"
+) -> Run:
+    """torch.compile, default mode, of the whole layer over padded rows. See ``layer_of``."""
+    layer = layer_of(block, weights, backend, accumulate)
+    function = torch.compile(layer, dynamic=False, fullgraph=True)
     cos, sin = (table.float() for table in block.angles(_padded_positions(block)))
     shared: Tensors = {name: block.weights[name] for name in GAINS} | {"cos": cos, "sin": sin}
-    given = [shared | _weights(block, weights) for _ in range(block.copies)]
+    if weights not in block.compiled:
+        block.compiled[weights] = [_weights(block, weights) for _ in range(block.copies)]
+    given = [shared | some for some in block.compiled[weights]]
     cells = [_cells(block) for _ in range(block.copies)]
     inputs = [x.view(-1, block.shape.hidden) for x in block.x_padded]
 

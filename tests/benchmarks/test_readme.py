@@ -133,7 +133,7 @@ def test_a_table_of_errors_names_whose_they_are(tmp_path: Path) -> None:
 
 
 def test_a_layer_has_rates_errors_and_footprints(tmp_path: Path) -> None:
-    case = {"shape": "8B", "weights": "fp8", "batch": 1, "length": 2048}
+    case = {"shape": "8B", "weights": "fp8", "accumulate": "fast", "batch": 1, "length": 2048}
     more = {
         "errors": {"compile-fp8": {"norm": 0.03, "worst_row": 0.04}},
         "launches": {"compile-fp8": 14, "ours": 5},
@@ -149,8 +149,8 @@ def test_a_layer_has_rates_errors_and_footprints(tmp_path: Path) -> None:
     assert "| 5 | 14 |" in said
     assert "| 46.1 |" in said
     summary = BLOCKS["summary"](Results(tmp_path))
-    assert "| shape | weights | peer |" in summary
-    assert "| 8B | fp8 | compile-fp8 | 1.25× | 1.25× | 1.25× | 1 |" in summary
+    assert "| shape | weights | accumulate | peer |" in summary
+    assert "| 8B | fp8 | fast | compile-fp8 | 1.25× | 1.25× | 1.25× | 1 |" in summary
 
 
 def test_packing_is_measured_by_its_padding(tmp_path: Path) -> None:

@@ -206,14 +206,14 @@ def test_the_command_line(source: Provenance, tmp_path: Path) -> None:
     assert progress("--budget", "600", table="gemm") == Progress()
 
 
-@pytest.mark.parametrize(("module", "count"), [(prefill_layer, 2), (attention, 1)])
+@pytest.mark.parametrize(("module", "count"), [(prefill_layer, 3), (attention, 1)])
 def test_only_what_is_left_is_compiled(module: Any, count: int) -> None:
     options = Options(("1B",), device="cpu", lengths=(512, 1024))
     cases = list(module.cases(options))
     rows = [
         Row({**case.case, "weights": weights}, 1.0, 1.0).json()
         for case in cases
-        for weights in ("fp8", "bf16")[:count]
+        for weights in ("fp8", "fp8", "bf16")[:count]
     ]
     assert list(module.kernels(replace(options, progress=Progress(rows)))) == []
     rest = replace(options, progress=Progress(rows[count:]))
