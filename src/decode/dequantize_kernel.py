@@ -1,7 +1,8 @@
 """INT4 records to a matrix of 16-bit rows: a warp takes 16 rows x 64 k, its lane 16 of k of two rows. Imports the DSL.
 
-A lane's 16 bytes hold, of row g and of row g + 8, two runs of eight adjacent k (one of 16 where no group is 32 wide):
-each becomes one store of 16 bytes. value = (code - zero) * scale, the product in float32, rounded once.
+A lane takes one MMA step: its word of the 16 bytes of each lane of its quad. These hold, of row g and of row g + 8,
+twice eight adjacent k: each becomes one store of 16 bytes. value = (code - zero) * scale, the product in float32,
+rounded once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
 
 from epicute.decode.dequantize import ARGUMENTS, WARPS, DequantizeKernel
 from epicute.gemm.memory import load_global, store_global
-from epicute.layouts import TILE_ROWS, fragment_cell
+from epicute.layouts import BLOCK, TILE_ROWS, code_place
 from epicute.quant.dsl import Launched, begin, multiply
 from epicute.quant.int4 import MIDDLE
 
@@ -63,22 +64,22 @@ class Dequantizer(Launched):
         piece = piece // record.blocks
         along, down = piece % records.along, piece // records.along
         base = self.given(arguments, "codes") + records.record_offset(Int64(down), Int64(along))
-        words = cute.make_rmem_tensor(4, Int32)
-        place = base + Int64(record.load_offset(block, tile, 0, lane))
-        pointer = cute.make_ptr(Int32, place, cute.AddressSpace.gmem, assumed_align=16)
-        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), words)
+        step = lane % 4
+        words = []
+        for t in cutlass.range_constexpr(4):
+            place = base + Int64(record.load_offset(block, tile, 0, lane // 4 * 4 + t) + step * 4)
+            pointer = cute.make_ptr(Int32, place, cute.AddressSpace.gmem, assumed_align=4)
+            words.append(cute.make_tensor(pointer, cute.make_layout(1))[0])
         for half in cutlass.range_constexpr(2):
             row = tile * TILE_ROWS + lane // 4 + half * 8
             for part in cutlass.range_constexpr(2):
-                _, k = fragment_cell(lane, 2 * part, 0, 0, record.run)
-                self._vector(
-                    arguments, base, (down, along), (row, block * 64 + k), words, part * 2 + half
-                )
+                k = block * BLOCK + step * 16 + part * VECTOR
+                self._vector(arguments, base, (down, along), (row, k), words, part * 2 + half)
 
     def _vector(
         self, arguments: Any, base: Any, record: Any, cell: Any, words: Any, which: int
     ) -> None:
-        """Eight adjacent k of a row. ``which``: two times the pair of steps, plus the half of the rows."""
+        """Eight adjacent k of a row. ``which``: the register of the step that holds two of them in each lane's word."""
         (down, along), (row, k) = record, cell
         group = k // self.record.group
         place = base + Int64(self.record.scale_offset(row, group))
@@ -91,9 +92,8 @@ class Dequantizer(Launched):
             zero = Int32(cute.make_tensor(pointer, cute.make_layout(1))[0])
         lanes = []
         for i in range(VECTOR):
-            word = words[which // 2 * 2 + i // 4]
-            shift = (which % 2 + i % 4 // 2 * 2) * 4 + i % 2 * 16
-            code = (word >> shift) & 15
+            _, bit = code_place(0, which, i % 2, 4)
+            code = (words[i // 2] >> bit) & 15
             lanes.append(multiply(Float32(code - zero), scale))
         at_row = down * self.record.rows + row
         at_k = along * self.record.depth + k

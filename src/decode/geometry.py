@@ -22,7 +22,7 @@ from math import gcd
 from typing import Any
 
 from epicute.epilogues.resolve import Block, Resolved, ResolvedRange
-from epicute.layouts import BLOCK, Record, operand_position, split
+from epicute.layouts import BLOCK, Record, split
 
 __all__ = [
     "BAND",
@@ -34,8 +34,8 @@ __all__ = [
     "block_rows",
     "epilogue_tasks",
     "finisher",
+    "integer_place",
     "lane_blocks",
-    "operand_place",
     "partial_place",
     "pitch_of",
     "segment_blocks",
@@ -70,7 +70,7 @@ MMAS = ("sync", "wgmma")
 """Instructions that multiply: ``mma.sync`` of a warp, and the warpgroup's with A in registers, B in shared memory."""
 
 OPERAND_ROW = 2 * BLOCK
-"""Bytes of a row of a block as WGMMA reads it: of the 128-byte swizzle."""
+"""Bytes of a row of a block of x: of the 128-byte swizzle."""
 
 
 def warp_rows(bits: int, mma: str = "sync") -> int:
@@ -104,27 +104,27 @@ def share_of(index: Any, count: int, total: int) -> tuple[Any, Any]:
     return index * total // count, (index + 1) * total // count
 
 
-def vector_place(row: Any, vector: Any, rows: int, run: int) -> Any:
-    """Where vector ``vector`` (8 adjacent k) of row ``row`` (< ``rows``) of x stands, counted in vectors.
+def vector_place(row: Any, vector: Any, rows: int) -> Any:
+    """Where vector ``vector`` (8 adjacent k) of row ``row`` (< ``rows``) of x stands, in bytes.
 
-    Blocks of 64 k, in them groups of eight rows, in them two halves of 32 vectors, one a lane: lane 4g + t of a warp
-    multiplies row g, and its four steps of the block take what it reads there in order. ``run``: of the record.
+    Blocks of 64 k, in them the rows, 128 bytes each, whose 16-byte chunks the 128-byte swizzle exchanges: what TMA
+    writes, `ldmatrix` reads without a bank conflict, and `wgmma` reads by descriptor.
     """
     block, within = split(vector, 8)
-    lane, half = split(within, 2) if run == 16 else split(within, 4)[::-1]
-    eight, inside = split(row, 8)
-    return ((block * (rows // 8) + eight) * 2 + half) * 32 + inside * 4 + lane
+    return (block * rows + row) * OPERAND_ROW + (within ^ split(row, 8)[1]) * 16
 
 
-def operand_place(row: Any, vector: Any, word: Any, rows: int, run: int) -> Any:
-    """Where word ``word`` (< 4, two adjacent k) of a vector of row ``row`` of x stands for WGMMA, in bytes.
+def integer_place(row: Any, step: Any, lane: Any, rows: int) -> Any:
+    """Where the integers of MMA step ``step`` (16 k) of row ``row`` (< ``rows``) of x stand that quad lane ``lane``
+    multiplies, in bytes: four high bytes, and behind them four low bytes.
 
-    Blocks of 64 k, in them the rows, in them k in the order of the fragments of A (``operand_position``), 16-byte
-    chunks exchanged by the 128-byte swizzle. Four rows' blocks fill a warp's stores without a bank conflict.
+    Two steps by two, in them groups of eight rows, each as many vectors as a warp has lanes. Those of one row and quad
+    lane in eight adjacent pairs of steps are in different banks, as they are stored.
     """
-    position = operand_position(vector % 8 * VECTOR + 2 * word, run)
-    chunk = (position // 8) ^ (row % 8)
-    return (vector // 8 * rows + row) * OPERAND_ROW + chunk * 16 + position % 8 * 2
+    pair, odd = split(step, 2)
+    eight, inside = split(row, 8)
+    slot = (inside * 4 + lane) ^ split(pair, 8)[1]
+    return ((pair * (rows // 8) + eight) * 32 + slot) * 16 + odd * 8
 
 
 def pitch_of(tile: int) -> int:

@@ -245,8 +245,8 @@ class Shared:
 
     @property
     def alignment(self) -> int:
-        """Bytes that the whole, and the activations in it, start at a multiple of: of WGMMA's swizzle."""
-        return ATOM if self.schedule.mma == "wgmma" else LINE
+        """Bytes that the whole, and the activations in it, start at a multiple of: of the swizzle's."""
+        return LINE if self.schedule.conversion == "integers" else ATOM
 
     @property
     def chunk(self) -> int:

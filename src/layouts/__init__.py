@@ -16,9 +16,6 @@ from epicute.layouts.decode_order import (
     fp16_pair,
     fragment_cell,
     fragment_place,
-    lane_k,
-    operand_k,
-    operand_position,
 )
 from epicute.layouts.fragments import (
     WGMMA_ROWS,
@@ -60,8 +57,5 @@ __all__ = [
     "fp16_pair",
     "fragment_cell",
     "fragment_place",
-    "lane_k",
-    "operand_k",
-    "operand_position",
     "split",
 ]

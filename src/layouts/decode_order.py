@@ -1,15 +1,14 @@
 """The order in which few-row kernels stream a weight: fragments of the MMA's A operand, as they lie in registers.
 
 Weights are the A operand of `mma.sync.m16n8k16` (16 rows of a row tile) or of `wgmma` with A in registers (four row
-tiles, one a warp): in both, lane 4g + t of a warp holds rows g and g + 8, so that one arrangement serves both. A sum
-over k has no order, so k is dealt out for the loads: quad lane t owns a **run** of 16 adjacent k of every 64 (8 of
-every 32 where a group is 32 wide, so that no MMA step mixes groups), and step s of a block takes four of them:
+tiles, one a warp): in both, lane 4g + t of a warp holds rows g and g + 8, so that one arrangement serves both. A block
+is 64 k, four steps of 16; k stays in its order, so that activations come to shared memory by TMA as they are:
 
-    register j of step s        row        k, counted from lane_k(t, s)      half h
-    0                           g          h                                 low, high 16 bits
-    1                           g + 8      h
-    2                           g          2 + h
-    3                           g + 8      2 + h
+    register j of step s        row        k, counted from 16 s      half h
+    0                           g          2t + h                    low, high 16 bits
+    1                           g + 8      2t + h
+    2                           g          8 + 2t + h
+    3                           g + 8      8 + 2t + h
 
 A lane's codes of one block of 16 rows x 64 k are 8, 16 or 32 bits wide loads of 16 bytes each:
 
@@ -54,9 +53,6 @@ __all__ = [
     "fp16_pair",
     "fragment_cell",
     "fragment_place",
-    "lane_k",
-    "operand_k",
-    "operand_position",
 ]
 
 TILE_ROWS = 16
@@ -64,6 +60,9 @@ TILE_ROWS = 16
 
 BLOCK = 64
 """k of a block: what a lane's loads cover."""
+
+STEP = 16
+"""k of an MMA step."""
 
 WARP = 32
 LANE_BYTES = 16
@@ -81,29 +80,16 @@ CHANNEL = -1
 _SET = 8
 _SCALE_BYTES = 2
 _BITS = (4, 8, 16)
-_RUNS = (8, 16)
 
 
-def lane_k(lane: Any, step: Any, run: int = 16) -> Any:
-    """First of the four adjacent k of a block that ``lane`` multiplies in MMA ``step`` (< 4).
-
-    An activation fragment (the B operand) is read there: register r holds k + 2r and k + 2r + 1.
-    """
-    steps = run // 4
-    return step // steps * (4 * run) + lane % 4 * run + step % steps * 4
-
-
-def fragment_place(row: Any, k: Any, run: int = 16) -> tuple[Any, Any, Any, Any]:
+def fragment_place(row: Any, k: Any) -> tuple[Any, Any, Any, Any]:
     """(lane, step, register, half) that hold cell (``row`` < 16, ``k`` < 64) of a block."""
-    inside = k % (4 * run)
-    step = k // (4 * run) * (run // 4) + inside % run // 4
-    return row % 8 * 4 + inside // run, step, row // 8 + k % 4 // 2 * 2, k % 2
+    return row % 8 * 4 + k % 8 // 2, k // STEP, row // 8 + k % STEP // 8 * 2, k % 2
 
 
-def fragment_cell(lane: Any, step: Any, register: Any, half: Any, run: int = 16) -> tuple[Any, Any]:
+def fragment_cell(lane: Any, step: Any, register: Any, half: Any) -> tuple[Any, Any]:
     """(row, k) of a block: the inverse of ``fragment_place``."""
-    row = lane // 4 + register % 2 * 8
-    return row, lane_k(lane, step, run) + register // 2 * 2 + half
+    return lane // 4 + register % 2 * 8, step * STEP + register // 2 * 8 + lane % 4 * 2 + half
 
 
 def code_place(step: Any, register: Any, half: Any, bits: int) -> tuple[Any, Any]:
@@ -113,21 +99,6 @@ def code_place(step: Any, register: Any, half: Any, bits: int) -> tuple[Any, Any
     if bits == 8:
         return step // 2, step % 2 * 64 + register // 2 * 32 + register % 2 * 16 + half * 8
     return step, register * 32 + half * 16
-
-
-def operand_k(position: Any, run: int = 16) -> Any:
-    """k of a block that stands at MMA ``position`` (< 64, 16 a step): the order in which shared memory
-    holds activations that `wgmma` reads by descriptor.
-    """
-    inside = position % 16
-    lane, register, half = inside % 8 // 2, inside // 8, inside % 2
-    return lane_k(lane, position // 16, run) + register * 2 + half
-
-
-def operand_position(k: Any, run: int = 16) -> Any:
-    """MMA position of ``k`` in its block: the inverse of ``operand_k``."""
-    lane, step, register, half = fragment_place(0, k, run)
-    return step * 16 + register // 2 * 8 + lane % 4 * 2 + half
 
 
 def bf16_pair(word: Any, register: int) -> Any:
@@ -197,11 +168,6 @@ class Record:
         )
 
     @property
-    def run(self) -> int:
-        """Adjacent k of a quad lane: 8 where a group is 32 wide, else 16."""
-        return 8 if self.group == 32 else 16
-
-    @property
     def rows(self) -> int:
         """Rows of the record."""
         return self.tiles * TILE_ROWS
@@ -252,7 +218,7 @@ class Record:
 
     def code_bit(self, row: Any, k: Any) -> Any:
         """Lowest bit, from the record's start, of the code of ``row`` (< rows) and ``k`` (< depth)."""
-        lane, step, register, half = fragment_place(row % TILE_ROWS, k % BLOCK, self.run)
+        lane, step, register, half = fragment_place(row % TILE_ROWS, k % BLOCK)
         load, bit = code_place(step, register, half, self.bits)
         return self.load_offset(k // BLOCK, row // TILE_ROWS, load, lane) * 8 + bit
 

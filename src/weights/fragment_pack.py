@@ -26,7 +26,7 @@ from epicute.weights.storage import (
 
 __all__ = ["FRAGMENT_VERSION", "FragmentPacked"]
 
-FRAGMENT_VERSION = 1
+FRAGMENT_VERSION = 2
 """Number of the arrangement of bytes; files of any other are refused."""
 
 KIND = "fragments"

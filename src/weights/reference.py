@@ -37,7 +37,7 @@ def pack(codes: torch.Tensor, logical: list[int], pitch: int) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def record_codes(codes: torch.Tensor, bits: int, run: int = 16) -> bytes:
+def record_codes(codes: torch.Tensor, bits: int) -> bytes:
     """Bytes of the codes of one record of one row tile: (16, depth) whole numbers below 2^bits.
 
     Cell by cell from the picture in ``layouts.decode_order``, as one long number.
@@ -46,11 +46,9 @@ def record_codes(codes: torch.Tensor, bits: int, run: int = 16) -> bytes:
     for n, row in enumerate(codes.tolist()):
         for k, code in enumerate(row):
             block, inside = divmod(k, 64)
-            stretch, inside = divmod(inside, 4 * run)
-            t, place = divmod(inside, run)
-            quarter, pair = divmod(place, 4)
-            step = stretch * run // 4 + quarter
-            high, half = divmod(pair, 2)
+            step, inside = divmod(inside, 16)
+            high, inside = divmod(inside, 8)
+            t, half = divmod(inside, 2)
             lane, register = 4 * (n % 8) + t, n // 8 + 2 * high
             if bits == 4:
                 load, bit = 0, 32 * step + 4 * (register + 4 * half)

@@ -16,8 +16,8 @@ from epicute.decode.geometry import (
     block_rows,
     epilogue_tasks,
     finisher,
+    integer_place,
     lane_blocks,
-    operand_place,
     partial_place,
     pitch_of,
     segment_blocks,
@@ -29,78 +29,84 @@ from epicute.decode.geometry import (
     warp_rows,
 )
 from epicute.epilogues.resolve import resolve
-from epicute.layouts import CHANNEL, GROUPS, Records, fragment_cell, lane_k
+from epicute.layouts import CHANNEL, GROUPS, Records
 from tests.decode.cases import chains
 from tests.epilogues.compositions import compositions
 
 BITS = (4, 8, 16)
 
 
-@pytest.mark.parametrize("run", [8, 16])
-@pytest.mark.parametrize("rows", [8, 16, 32, 64])
-def test_vectors_of_activations_stand_where_fragments_read_them(run: int, rows: int) -> None:
-    """Lane 4g + t of eight rows finds k, k + 1, k + 2, k + 3 of its step, in registers' order."""
-    blocks = 3
+def held_cells(rows: int, blocks: int) -> np.ndarray:
+    """(16-bit places, 2): row and k of what stands there, vector by vector."""
     row, vector = np.meshgrid(np.arange(rows), np.arange(8 * blocks), indexing="ij")
-    places = vector_place(row, vector, rows, run)
-    assert sorted(places.ravel()) == list(range(rows * 8 * blocks))
-    held = np.empty((rows * 8 * blocks, 8, 2), np.int64)
-    held[places.ravel()] = np.stack(
-        [np.broadcast_to(row[..., None], (*row.shape, 8)), vector[..., None] * 8 + np.arange(8)], -1
-    ).reshape(-1, 8, 2)
-    lanes = np.arange(32)
+    places = vector_place(row, vector, rows)
+    assert sorted(places.ravel()) == list(range(0, rows * blocks * OPERAND_ROW, 16))
+    held = np.empty((rows * blocks * 64, 2), np.int64)
+    for i in range(8):
+        held[places // 2 + i] = np.stack([row, vector * 8 + i], -1)
+    return held
+
+
+@pytest.mark.parametrize("rows", [8, 16, 32, 64])
+def test_ldmatrix_finds_the_words_of_a_step(rows: int) -> None:
+    """Lane 4g + t gets of matrix m word t of what lane 8m + g points at: registers of two steps."""
+    blocks, lanes = 2, np.arange(32)
+    held = held_cells(rows, blocks)
+    base = vector_place(lanes % 8, lanes // 8, rows)
     for block in range(blocks):
         for column in range(rows // 8):
-            for step in range(4):
-                half, within = step // 2, step % 2 * 4
-                found = held[((block * (rows // 8) + column) * 2 + half) * 32 + lanes]
-                for i in range(4):
-                    assert (found[:, within + i, 0] == column * 8 + lanes // 4).all()
-                    wanted = block * 64 + lane_k(lanes, step, run) + i
-                    assert (found[:, within + i, 1] == wanted).all()
+            for half in range(2):
+                start = (base ^ (64 * half)) + (block * rows + column * 8) * OPERAND_ROW
+                for m in range(4):
+                    found = held[start[8 * m + lanes // 4] // 2 + 2 * (lanes % 4)]
+                    assert (found[:, 0] == column * 8 + lanes // 4).all()
+                    step, register = 2 * half + m // 2, m % 2
+                    wanted = block * 64 + step * 16 + register * 8 + 2 * (lanes % 4)
+                    assert (found[:, 1] == wanted).all()
 
 
-@pytest.mark.parametrize("run", [8, 16])
-def test_a_warp_reads_activations_without_bank_conflicts(run: int) -> None:
-    """32 adjacent vectors: each quarter of a warp meets all banks."""
-    lanes = np.arange(32)
-    rows, vectors = lanes // 4, (lanes % 4) * (2 if run == 16 else 1)
-    assert (vector_place(rows, vectors, 8, run) == lanes).all()
-
-
-@pytest.mark.parametrize("run", [8, 16])
 @pytest.mark.parametrize("rows", [8, 16, 32, 64])
-def test_words_of_activations_stand_where_wgmma_reads_them(run: int, rows: int) -> None:
-    """By the hardware's rules: the 128-byte swizzle of addresses, and k of the register that meets a position."""
+def test_wgmma_finds_k_in_its_order(rows: int) -> None:
+    """By the hardware's rules: the 128-byte swizzle of addresses."""
     blocks = 2
-    row, vector, word = np.meshgrid(
-        np.arange(rows), np.arange(8 * blocks), np.arange(4), indexing="ij"
-    )
-    places = operand_place(row, vector, word, rows, run)
-    assert sorted(places.ravel()) == list(range(0, rows * blocks * OPERAND_ROW, 4))
-    held = np.full((rows * blocks * 64, 2), -1)
-    for half in range(2):
-        k = vector * 8 + 2 * word + half
-        held[places // 2 + half] = np.stack([row, k], -1)
+    held = held_cells(rows, blocks)
     for block in range(blocks):
-        for step in range(4):
-            for position in range(16):
-                lane, register, half = position % 8 // 2, position // 8 * 2, position % 2
-                _, k = fragment_cell(lane, step, register, half, run)
-                for m in range(rows):
-                    offset = m * OPERAND_ROW + step * 32 + position * 2
-                    offset ^= (offset >> 7 & 7) << 4
-                    found = held[(block * rows * OPERAND_ROW + offset) // 2]
-                    assert tuple(found) == (m, block * 64 + k)
+        for m in range(rows):
+            offset = m * OPERAND_ROW + 2 * np.arange(64)
+            offset ^= (offset >> 7 & 7) << 4
+            found = held[(block * rows * OPERAND_ROW + offset) // 2]
+            assert (found[:, 0] == m).all()
+            assert np.array_equal(found[:, 1], block * 64 + np.arange(64))
 
 
-@pytest.mark.parametrize("run", [8, 16])
-@pytest.mark.parametrize("first", [0, 4, 12])
-def test_a_warp_stores_activations_for_wgmma_without_bank_conflicts(run: int, first: int) -> None:
+def test_a_warp_meets_no_bank_twice() -> None:
+    """Reading eight rows, or storing 64 k of four rows: each quarter of a warp meets all banks."""
     lanes = np.arange(32)
-    for word in range(4):
-        places = operand_place(first + lanes // 8, lanes % 8, word, 16, run)
-        assert len(set(places // 4 % 32)) == 32
+    for places in (vector_place(lanes % 8, lanes // 8, 8), vector_place(lanes // 8, lanes % 8, 8)):
+        for quarter in np.split(places, 4):
+            assert len(set(quarter // 16 % 8)) == 8
+
+
+@pytest.mark.parametrize("rows", [8, 16, 32, 64])
+def test_integers_stand_where_lanes_read_them(rows: int) -> None:
+    """Two steps of eight rows are what a warp reads at once, in an order that begins anew every eight pairs."""
+    steps, lanes = 64, np.arange(32)
+    row, step, lane = np.meshgrid(np.arange(rows), np.arange(steps), np.arange(4), indexing="ij")
+    places = integer_place(row, step, lane, rows)
+    assert sorted(places.ravel()) == list(range(0, rows * steps * 32, 8))
+    for pair in range(steps // 2):
+        for eight in range(rows // 8):
+            start = ((pair * (rows // 8) + eight) * 32 + (lanes ^ (pair % 8))) * 16
+            for odd in range(2):
+                found = integer_place(eight * 8 + lanes // 4, 2 * pair + odd, lanes % 4, rows)
+                assert np.array_equal(found, start + 8 * odd)
+
+
+@pytest.mark.parametrize("lane", range(4))
+def test_a_warp_stores_integers_without_bank_conflicts(lane: int) -> None:
+    """Sixteen adjacent steps of a row, eight bytes each, are all banks."""
+    places = integer_place(3, 16 + np.arange(16), lane, 8)
+    assert len(set(places // 8 % 16)) == 16
 
 
 @given(st.sampled_from(BITS), st.sampled_from([0, CHANNEL, *GROUPS]), st.integers(1, 5000))

@@ -139,18 +139,15 @@ def test_shared_memory_is_divided_without_overlap(problem: FewRowProblem, rows: 
 
 @settings(max_examples=60)
 @given(problems(), st.sampled_from(MMAS))
-def test_wgmma_finds_activations_at_multiples_of_its_atoms(
-    problem: FewRowProblem, mma: str
-) -> None:
+def test_activations_stand_at_multiples_of_their_swizzle(problem: FewRowProblem, mma: str) -> None:
     for rows in BUCKETS:
         try:
             schedule = choose(problem, rows, DEFAULT_TARGET, mma=mma)
         except UnsupportedError:
             continue
         shared = Shared(problem, schedule)
-        assert shared.x % shared.alignment == 0
-        assert shared.chunk % shared.alignment == 0 or mma == "sync"
-        assert shared.alignment == (1024 if mma == "wgmma" else 128)
+        assert shared.alignment == (128 if schedule.conversion == "integers" else 1024)
+        assert shared.x % shared.alignment == shared.chunk % shared.alignment == 0
 
 
 def simple(k: int = 4096) -> FewRowProblem:

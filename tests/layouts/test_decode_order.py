@@ -22,12 +22,8 @@ from epicute.layouts import (
     fp16_pair,
     fragment_cell,
     fragment_place,
-    lane_k,
-    operand_k,
-    operand_position,
 )
 
-runs = st.sampled_from([8, 16])
 LANES = np.arange(32)
 
 
@@ -47,65 +43,28 @@ def block() -> tuple[np.ndarray, np.ndarray]:
     return np.meshgrid(np.arange(TILE_ROWS), np.arange(BLOCK), indexing="ij")
 
 
-@pytest.mark.parametrize("run", [8, 16])
-def test_fragment_place_is_a_bijection_and_cell_its_inverse(run: int) -> None:
+def test_fragment_place_is_a_bijection_and_cell_its_inverse() -> None:
     row, k = block()
-    lane, step, register, half = fragment_place(row, k, run)
+    lane, step, register, half = fragment_place(row, k)
     flat = ((lane * 4 + step) * 4 + register) * 2 + half
     assert np.array_equal(np.sort(flat.ravel()), np.arange(TILE_ROWS * BLOCK))
-    assert np.array_equal(fragment_cell(lane, step, register, half, run), (row, k))
+    assert np.array_equal(fragment_cell(lane, step, register, half), (row, k))
 
 
-@pytest.mark.parametrize("run", [8, 16])
-def test_operand_k_is_a_bijection_and_position_its_inverse(run: int) -> None:
-    k = np.arange(BLOCK)
-    assert np.array_equal(operand_position(operand_k(k, run), run), k)
-    assert np.array_equal(np.sort(operand_k(k, run)), k)
-
-
-@given(st.integers(0, 15), st.integers(0, 63), runs)
-def test_int_and_numpy_agree(row: int, k: int, run: int) -> None:
-    place = fragment_place(row, k, run)
+@given(st.integers(0, 15), st.integers(0, 63))
+def test_int_and_numpy_agree(row: int, k: int) -> None:
+    place = fragment_place(row, k)
     assert all(type(value) is int for value in place)
-    assert np.array_equal(fragment_place(np.array(row), np.array(k), run), place)
-    assert fragment_cell(*place, run) == (row, k)
-    assert type(operand_k(k, run)) is int
-    assert operand_position(operand_k(k, run), run) == k
+    assert np.array_equal(fragment_place(np.array(row), np.array(k)), place)
+    assert fragment_cell(*place) == (row, k)
 
 
-@pytest.mark.parametrize("run", [8, 16])
-def test_a_fragment_holds_the_cells_of_the_ptx_isa(run: int) -> None:
-    """m16n8k16 A: lane 4g + t, register j, half h is row g + 8 (j & 1), MMA k 2t + h + 8 (j >> 1)."""
+def test_a_fragment_holds_the_cells_of_the_ptx_isa() -> None:
+    """m16n8k16 A: lane 4g + t, register j, half h is row g + 8 (j & 1), MMA k 2t + h + 8 (j >> 1); k in its order."""
     row, k = block()
-    lane, step, register, half = fragment_place(row, k, run)
-    position = operand_position(k, run)
-    assert np.array_equal(position // 16, step)
+    lane, step, register, half = fragment_place(row, k)
     assert np.array_equal(lane // 4 + 8 * (register & 1), row)
-    assert np.array_equal(2 * (lane % 4) + half + 8 * (register >> 1), position % 16)
-
-
-@pytest.mark.parametrize("run", [8, 16])
-def test_a_lane_owns_runs_of_adjacent_k(run: int) -> None:
-    _, k = block()
-    lane, step, register, half = fragment_place(*block(), run)
-    for t in range(4):
-        mine = np.unique(k[lane % 4 == t])
-        assert np.array_equal(
-            np.diff(mine)[np.diff(mine) != 1], [4 * run - run + 1] * (16 // run - 1)
-        )
-        assert np.array_equal(mine % (4 * run) // run, np.full(16, t))
-    assert np.array_equal(lane_k(lane, step, run) + register // 2 * 2 + half, k)
-    starts = lane_k(LANES[:4, None], np.arange(4)[None, :], run)
-    assert (starts % 4 == 0).all(), "two B registers are one 8-byte load"
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_no_step_mixes_groups(group: int) -> None:
-    run = Record(4, 128, group=group).run
-    _, k = block()
-    step = fragment_place(*block(), run)[1]
-    for s in range(4):
-        assert len(np.unique(k[step == s] // group)) == 1
+    assert np.array_equal(16 * step + 2 * (lane % 4) + half + 8 * (register >> 1), k)
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
@@ -155,7 +114,7 @@ def test_a_load_is_16_bytes_and_a_warp_reads_512_adjacent_ones(record: Record) -
     ]
     assert np.array_equal(np.concatenate(offsets), np.arange(0, record.scales_start, 16))
     row, k = np.meshgrid(np.arange(record.rows), np.arange(record.depth), indexing="ij")
-    lane, step, register, half = fragment_place(row % 16, k % BLOCK, record.run)
+    lane, step, register, half = fragment_place(row % 16, k % BLOCK)
     load, bit = code_place(step, register, half, record.bits)
     start = record.load_offset(k // BLOCK, row // 16, load, lane)
     assert np.array_equal(record.code_bit(row, k), start * 8 + bit)
@@ -338,8 +297,8 @@ def test_products_lane_by_lane(group: int, sixteen: str) -> None:
     base = 1024 if sixteen == "fp16" else 128
     for block_ in range(record.blocks):
         for step in range(4):
-            k = block_ * BLOCK + lane_k(LANES, step, record.run)
-            b = np.stack([np.stack([x[g, k + 2 * r + h] for h in (0, 1)], 1) for r in (0, 1)], 1)
+            k = block_ * BLOCK + step * 16 + 2 * t
+            b = np.stack([np.stack([x[g, k + 8 * r + h] for h in (0, 1)], 1) for r in (0, 1)], 1)
             word = words[block_, :, step]
             if sixteen == "fp16":
                 pairs = [fp16_pair(word, j).astype(np.uint32).view(np.float16) for j in range(4)]
@@ -347,9 +306,7 @@ def test_products_lane_by_lane(group: int, sixteen: str) -> None:
             else:
                 pairs = [bf16_pair(word, j).astype(np.uint32).view(np.uint16) for j in range(4)]
                 a = np.stack([_bf16(p.reshape(32, 2)) for p in pairs], 1).astype(float)
-            at = k[0] // group
-            steps_of_group = (k // group == at).all()
-            assert steps_of_group
+            at = (block_ * BLOCK + step * 16) // group
             sums = b.reshape(8, 4, 4).sum((1, 2))[column]
             total += scale[row, at] * ((_mma(a, b) - base * sums) / weight - zero[row, at] * sums)
     spread = np.repeat(np.arange(record.groups), group)
@@ -373,9 +330,9 @@ def test_one_row_with_a_group_per_column(group: int) -> None:
     acc = np.zeros((32, 4))
     for block_ in range(record.blocks):
         for step in range(4):
-            k = block_ * BLOCK + lane_k(LANES, step, record.run)
+            k = block_ * BLOCK + step * 16 + 2 * t
             held = (k // group == g)[:, None, None]
-            b = np.stack([np.stack([x[k + 2 * r + h] for h in (0, 1)], 1) for r in (0, 1)], 1)
+            b = np.stack([np.stack([x[k + 8 * r + h] for h in (0, 1)], 1) for r in (0, 1)], 1)
             pairs = [
                 bf16_pair(words[block_, :, step], j).astype(np.uint32).view(np.uint16)
                 for j in range(4)

@@ -16,9 +16,6 @@ from epicute.layouts import (
     fp16_pair,
     fragment_cell,
     fragment_place,
-    lane_k,
-    operand_k,
-    operand_position,
 )
 
 pytestmark = pytest.mark.compile
@@ -69,66 +66,60 @@ def index(layout: tuple, thread: np.ndarray, value: np.ndarray) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("run", [8, 16])
 @pytest.mark.parametrize(("kind", "tiles"), [("warp", 1), ("warpgroup", 4)])
-def test_a_registers_are_those_of_the_atom(kind: str, tiles: int, run: int) -> None:
+def test_a_registers_are_those_of_the_atom(kind: str, tiles: int) -> None:
     """The same bytes for `mma.sync` and `wgmma` with A in registers: row tile w is warp w's."""
     layout = layouts_of(kind)[0]
     thread, value = np.meshgrid(np.arange(32 * tiles), np.arange(8), indexing="ij")
     cell = index(layout, thread, value)
     row, position = cell % (16 * tiles), cell // (16 * tiles)
     for step in range(4):
-        k = operand_k(step * 16 + position, run)
-        lane, found_step, register, half = fragment_place(row % 16, k, run)
+        k = step * 16 + position
+        lane, found_step, register, half = fragment_place(row % 16, k)
         assert np.array_equal(row // 16, thread // 32)
         assert np.array_equal(lane, thread % 32)
         assert (found_step == step).all()
         assert np.array_equal(register * 2 + half, value)
 
 
-@pytest.mark.parametrize("run", [8, 16])
-def test_b_registers_are_four_adjacent_activations(run: int) -> None:
+def test_b_registers_are_two_pairs_of_adjacent_activations() -> None:
+    """As `ldmatrix` of rows of 16 bytes leaves them: word t of two vectors of row g."""
     layout = layouts_of("warp")[1]
     thread, value = np.meshgrid(np.arange(32), np.arange(4), indexing="ij")
     cell = index(layout, thread, value)
-    token, position = cell % 8, cell // 8
-    assert np.array_equal(token, thread // 4)
-    for step in range(4):
-        k = operand_k(step * 16 + position, run)
-        assert np.array_equal(k, lane_k(thread, step, run) + value)
+    assert np.array_equal(cell % 8, thread // 4)
+    assert np.array_equal(cell // 8, value // 2 * 8 + thread % 4 * 2 + value % 2)
 
 
-@pytest.mark.parametrize("run", [8, 16])
 @pytest.mark.parametrize("high", [0, 1])
-def test_the_same_words_are_b_registers_of_two_narrow_tiles(high: int, run: int) -> None:
+def test_the_same_words_are_b_registers_of_two_narrow_tiles(high: int) -> None:
     """The paper's form, weights as B: registers 0, 2 are the tile of rows 0 to 7, registers 1, 3 the other."""
     layout = layouts_of("warp")[1]
     thread, value = np.meshgrid(np.arange(32), np.arange(4), indexing="ij")
     cell = index(layout, thread, value)
     row, position = cell % 8 + 8 * high, cell // 8
     for step in range(4):
-        k = operand_k(step * 16 + position, run)
-        lane, found_step, register, half = fragment_place(row, k, run)
+        k = step * 16 + position
+        lane, found_step, register, half = fragment_place(row, k)
         assert np.array_equal(lane, thread)
         assert (found_step == step).all()
         assert np.array_equal(register, high + value // 2 * 2)
         assert np.array_equal(half, value % 2)
 
 
-@pytest.mark.parametrize("run", [8, 16])
-def test_fragment_functions_on_dsl_integers(run: int) -> None:
+def test_fragment_functions_on_dsl_integers() -> None:
     import cutlass
     from cutlass import cute
     from cutlass.cute.runtime import from_dlpack
 
-    found = torch.full((16 * BLOCK, 8), -1, dtype=torch.int32)
+    found = torch.full((16 * BLOCK, 6), -1, dtype=torch.int32)
 
     @cute.jit
     def fill(out: cute.Tensor, rows: cutlass.Int32, width: cutlass.Int32):
         for row in range(rows):
             for k in range(width):
-                lane, step, register, half = fragment_place(row, k, run)
-                again = fragment_cell(lane, step, register, half, run)
+                lane, step, register, half = fragment_place(row, k)
+                again = fragment_cell(lane, step, register, half)
                 place = row * width + k
                 out[place, 0] = lane
                 out[place, 1] = step
@@ -136,14 +127,11 @@ def test_fragment_functions_on_dsl_integers(run: int) -> None:
                 out[place, 3] = half
                 out[place, 4] = again[0]
                 out[place, 5] = again[1]
-                out[place, 6] = operand_k(k, run)
-                out[place, 7] = operand_position(k, run)
 
     fill(from_dlpack(found), cutlass.Int32(16), cutlass.Int32(BLOCK))
     row, k = np.meshgrid(np.arange(16), np.arange(BLOCK), indexing="ij")
-    order = operand_k(k, run), operand_position(k, run)
-    expected = np.stack([*fragment_place(row, k, run), row, k, *order], axis=-1)
-    assert np.array_equal(found.numpy(), expected.reshape(-1, 8))
+    expected = np.stack([*fragment_place(row, k), row, k], axis=-1)
+    assert np.array_equal(found.numpy(), expected.reshape(-1, 6))
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])

@@ -18,13 +18,13 @@ from epicute.attention.decode_schedule import DecodeSchedule
 from epicute.attention.decode_spec import DecodeSpec
 from epicute.attention.sm90.decode_ptx import (
     halves_of_codes,
-    load_matrices,
     permute_bytes,
     rotate_lanes,
     shared_load,
     shared_store,
     shift_right,
 )
+from epicute.decode.sm90.ptx import load_matrices
 from epicute.epilogues.dsl import pack_words
 from epicute.kv.append_row import unpack_halves
 from epicute.layouts import split

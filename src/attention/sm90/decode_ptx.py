@@ -25,7 +25,6 @@ __all__ = [
     "fma_pair",
     "halves_of_codes",
     "load_float",
-    "load_matrices",
     "mask_or",
     "multiply",
     "permute_bytes",
@@ -40,14 +39,14 @@ __all__ = [
 
 
 def _several(text: str, constraints: str, result: Any, count: int, *arguments: Any) -> list[Any]:
-    """A block with ``count`` results of one type; with effects where it reads memory."""
+    """A block with ``count`` results of one type."""
     struct = llvm.StructType.get_literal([result.mlir_type] * count)
     found = llvm.inline_asm(
         struct,
         [a.ir_value() for a in arguments],
         text,
         constraints,
-        has_side_effects="ldmatrix" in text,
+        has_side_effects=False,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )
@@ -67,17 +66,6 @@ def multiply(kind: str, a: list[Any], b: list[Any], c: list[Any]) -> list[Any]:
     )
     constraints = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
     return _several(text, constraints, Float32, 4, *a, *b, *(Float32(x) for x in c))
-
-
-def load_matrices(address: Any, count: int = 4, turned: bool = False) -> list[Any]:
-    """``count`` (2 or 4) matrices of 8 rows of 16 bytes; lane l gives the address of row l mod 8 of matrix l // 8.
-
-    Lane 4g + t gets bytes 4t to 4t + 3 of row g; ``turned``: the 16-bit elements g of rows 2t and 2t + 1.
-    """
-    registers = ", ".join(f"${i}" for i in range(count))
-    kind = ".trans" if turned else ""
-    text = f"ldmatrix.sync.aligned.m8n8.x{count}{kind}.shared.b16 {{{registers}}}, [${count}];"
-    return _several(text, ",".join(["=r"] * count) + ",r", Int32, count, address)
 
 
 def turn_matrix(word: Any) -> Any:

@@ -22,10 +22,10 @@ import cutlass
 import torch
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from epicute.decode.geometry import WARPS, span_of, vector_place
+from epicute.decode.geometry import WARPS, integer_place, span_of
 from epicute.decode.schedule import FewRowProblem, FewRowSchedule, Shared
 from epicute.decode.sm90.multiply import Multiplier
-from epicute.decode.sm90.ptx import fma, load_words, multiply_bytes, store_pair, store_words
+from epicute.decode.sm90.ptx import fma, load_words, multiply_bytes, store_pair
 from epicute.decode.sm90.stage import Activations
 from epicute.epilogues.dsl import pure_asm
 from epicute.layouts import split
@@ -42,6 +42,12 @@ EXPONENT = 14
 
 BATCH = 4
 """Vectors of a thread under way at once."""
+
+EACH = 2
+"""Adjacent vectors of a thread: a step of an MMA."""
+
+VECTORS = 512
+"""Bytes of one vector for each lane."""
 
 
 class IntegerMultiplier(Multiplier):
@@ -65,8 +71,8 @@ class IntegerMultiplier(Multiplier):
                 pair = words[step : step + 2]
                 a = [word for w in pair for word in (w & NIBBLES, w)]
                 for j, b in bytes_.items():
-                    high[t, j] = multiply_bytes(True, a, b[:2], high[t, j])
-                    low[t, j] = multiply_bytes(False, a, b[2:], low[t, j])
+                    high[t, j] = multiply_bytes(True, a, b[::2], high[t, j])
+                    low[t, j] = multiply_bytes(False, a, b[1::2], low[t, j])
         scales = self._scales(record, index)
         for t, j in places:
             for e in range(2):
@@ -76,6 +82,19 @@ class IntegerMultiplier(Multiplier):
                     at = self._register(t, j, 2 * half + e)
                     scaled = value.to(Float32) * power
                     self.sums[at] = fma(scales[t, half], scaled, self.sums[at])
+
+    def _vectors(self, x: Any, first: Any) -> list[Any]:
+        """Where a lane's integers are, of each pair of steps of block ``first`` and of the next: see
+        ``integer_place``.
+        """
+        start = Int32(x) + Int32(first * (self.columns * 2 * VECTORS))
+        slot = self.lane ^ split(first * 2, 8)[1]
+        return [start + (slot ^ pair) * 16 for pair in range(4)]
+
+    def _half(self, vectors: list[Any], block: int, column: int, half: int) -> list[Any]:
+        """Two steps' words of eight rows of x: high bytes and low bytes of the first, and of the second."""
+        pair = 2 * block + half
+        return load_words(vectors[pair] + (pair * self.columns + column) * VECTORS)
 
     def _origin(self, found: list[Any], zeros: Any, t: int) -> list[Any]:
         """Where sums begin, so that zero points are taken out: rows g and g + 8, of two rows of x each.
@@ -96,10 +115,9 @@ class IntegerActivations(Activations):
         super().__init__(problem, schedule)
         self.shared = Shared(problem, schedule)
         self.span = span_of(problem.record)
-        self.lanes = min(self.span // WIDTH, 8)
-        self.each = self.span // WIDTH // self.lanes
+        self.lanes = self.span // WIDTH // EACH
         self.spans = problem.record.depth // self.span
-        self.units = BATCH // self.each
+        self.units = BATCH // EACH
 
     @cute.jit
     def copy(
@@ -130,8 +148,8 @@ class IntegerActivations(Activations):
                 mine = (at - row * passes) * at_once + place
                 here = (at < live * passes) & (mine < spans)
                 vectors = []
-                for v in cutlass.range_constexpr(self.each):
-                    vector = mine * (self.span // WIDTH) + (inside * self.each + v)
+                for v in cutlass.range_constexpr(EACH):
+                    vector = mine * (self.span // WIDTH) + (inside * EACH + v)
                     words = Vector(
                         first * self.vectors + vector, self.problem.depth, self.beyond, here
                     ).load(source + Int64(row) * stride)
@@ -167,22 +185,23 @@ class IntegerActivations(Activations):
             other = cute.arch.shuffle_sync_bfly(largest, distance)
             largest, distance = cutlass.max(largest, other), 2 * distance
         inverse, power = self._powers(largest)
+        integers = [x for _, words in vectors for x in self._rounded(words, inverse)]
+        step, in_chunk = split(vectors[0][0], self.vectors)
+        step, in_chunk = step * self.shared.chunk, split(in_chunk, EACH)[0]
         total = Int32(0)
-        for vector, words in vectors:
-            four = self._bytes(words, inverse)
-            for i in range(2):
-                total = pure_asm(DOT % ("s32.s32", 256), "=r,r,r", Int32, four[i], total)
-                total = pure_asm(DOT % ("u32.u32", 1), "=r,r,r", Int32, four[2 + i], total)
-            chunk, in_chunk = split(vector, self.vectors)
-            place = vector_place(row, in_chunk, self.rows, self.run) * 16
-            put_words(target + (chunk * self.shared.chunk + place), four, Boolean(here))
+        for t in range(4):
+            high, low = quad(integers, t)
+            total = pure_asm(DOT % ("s32.s32", 256), "=r,r,r", Int32, high, total)
+            total = pure_asm(DOT % ("u32.u32", 1), "=r,r,r", Int32, low, total)
+            place = step + integer_place(row, in_chunk, t, self.rows)
+            put_pair(target + place, high, low, Boolean(here))
         distance = 1
         while distance < self.lanes:
             total = total + cute.arch.shuffle_sync_bfly(total, distance)
             distance *= 2
         chunk, mine = split(number, self.spans)
         place = chunk * self.shared.chunk + self.shared.factor_place(mine, row)
-        put_factor(target + place, power, total, Boolean(here) & (inside == 0))
+        put_pair(target + place, power, total, Boolean(here) & (inside == 0))
 
     def _powers(self, largest: Any) -> tuple[Any, Any]:
         """Bits of 2^(14 - e) and of its inverse, of the bits of the largest magnitude, which has exponent e."""
@@ -196,18 +215,21 @@ class IntegerActivations(Activations):
         power = cutlass.select_(spoiled, Int32(0x7FC00000), exponent - EXPONENT << 23)
         return (254 + EXPONENT - exponent) << 23, Int32(power)
 
-    def _bytes(self, words: Any, inverse: Any) -> list[Any]:
-        """High and low bytes of eight integers, of each four 0, 2, 1, 3, as codes stand in a word."""
+    def _rounded(self, words: Any, inverse: Any) -> list[Any]:
+        """Eight integers, in the low 16 bits of words."""
         factor = Int32(inverse).bitcast(Float32)
-        lanes = [
-            fma(x, factor, Float32(MAGIC)).bitcast(Int32) for x in unpack(words, self.problem.dtype)
-        ]
-        high, low = [], []
-        for i in range(0, WIDTH, 4):
-            first, second = (permuted(lanes[i + k], lanes[i + k + 2], 0x5140) for k in range(2))
-            low.append(permuted(first, second, 0x5410))
-            high.append(permuted(first, second, 0x7632))
-        return high + low
+        lanes = unpack(words, self.problem.dtype)
+        return [fma(x, factor, Float32(MAGIC)).bitcast(Int32) for x in lanes]
+
+
+def quad(integers: list[Any], t: int) -> tuple[Any, Any]:
+    """High and low bytes of a step's integers that quad lane ``t`` multiplies: 2t, 2t + 8, 2t + 1, 2t + 9, as codes
+    stand in a word.
+    """
+    first, second = (
+        permuted(integers[2 * t + i], integers[2 * t + 8 + i], 0x5140) for i in range(2)
+    )
+    return permuted(first, second, 0x7632), permuted(first, second, 0x5410)
 
 
 DOT = "{ .reg .b32 d; dp4a.%s d, $1, 0x01010101, 0; mad.lo.s32 $0, d, %d, $2; }"
@@ -219,15 +241,6 @@ def permuted(a: Any, b: Any, selection: int) -> Any:
 
 
 @cute.jit
-def put_words(place: Int32, words: Any, inside: Boolean) -> None:
+def put_pair(place: Int32, first: Int32, second: Int32, inside: Boolean) -> None:
     if inside:
-        fragment = cute.make_rmem_tensor(4, Int32)
-        for i in cutlass.range_constexpr(4):
-            fragment[i] = words[i]
-        store_words(place, fragment)
-
-
-@cute.jit
-def put_factor(place: Int32, power: Int32, total: Int32, inside: Boolean) -> None:
-    if inside:
-        store_pair(place, power, total)
+        store_pair(place, first, second)

@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, cute
 
 from epicute.decode.geometry import (
     BAND,
+    OPERAND_ROW,
     WARPS,
     partial_place,
     segment_blocks,
@@ -17,6 +18,7 @@ from epicute.decode.geometry import (
     share_of,
     shares_of,
     span_of,
+    vector_place,
     warp_rows,
 )
 from epicute.decode.schedule import FewRowProblem, FewRowSchedule, Shared
@@ -26,6 +28,7 @@ from epicute.decode.sm90.ptx import (
     fma,
     load_byte,
     load_half,
+    load_matrices,
     load_words,
     mma,
     store_float,
@@ -35,8 +38,8 @@ from epicute.quant.int4 import MIDDLE
 
 __all__ = ["Multiplier"]
 
-VECTORS = 512
-"""Bytes of one vector for each lane."""
+EIGHT = 8 * OPERAND_ROW
+"""Bytes of eight rows of x of a block."""
 
 WIDEST = 4
 """Eights of rows of x that are multiplied at once: more take registers, fewer convert each code once more."""
@@ -104,7 +107,7 @@ class Multiplier:
         first = segment * blocks
         tile = self.part * self.row_tiles
         codes = Int32(record) + Int32(self.record.load_offset(first, tile, 0, self.lane))
-        vectors = Int32(x) + Int32(first * (self.columns * 2 * VECTORS) + self.lane * 16)
+        vectors = self._vectors(x, first)
         span = span_of(self.record)
         per_group = span // TILE_ROWS
         for group in range(blocks * BLOCK // span):
@@ -173,9 +176,15 @@ class Multiplier:
             for load in range(self.record.loads)
         ]
 
-    def _half(self, vectors: Any, block: int, column: int, half: int) -> list[Any]:
+    def _vectors(self, x: Any, first: Any) -> list[Any]:
+        """Where a lane's rows of `ldmatrix` are, of each half of block ``first``."""
+        place = vector_place(self.lane % 8, self.lane // 8, self.schedule.rows)
+        start = Int32(x) + Int32(first * (self.schedule.rows * OPERAND_ROW) + place)
+        return [start, start ^ 64]
+
+    def _half(self, vectors: list[Any], block: int, column: int, half: int) -> list[Any]:
         """Two steps' words of eight rows of x."""
-        return load_words(vectors + ((block * self.columns + column) * 2 + half) * VECTORS)
+        return load_matrices(vectors[half] + (block * self.columns + column) * EIGHT)
 
     def _rows(self) -> list[tuple[int, int, Any]]:
         """(row tile, row of it, row of the record) of each of a lane's rows."""

@@ -24,6 +24,7 @@ __all__ = [
     "load_byte",
     "load_four",
     "load_half",
+    "load_matrices",
     "load_pair",
     "load_words",
     "mma",
@@ -33,7 +34,6 @@ __all__ = [
     "store_async",
     "store_float",
     "store_pair",
-    "store_word",
     "store_words",
     "streaming",
     "wgmma",
@@ -204,6 +204,25 @@ def load_words(address: Any, count: int = 4) -> list[Any]:
     return [fragment[i] for i in range(count)]
 
 
+def load_matrices(address: Any, count: int = 4, turned: bool = False) -> list[Any]:
+    """``count`` (2 or 4) matrices of 8 rows of 16 bytes; lane l gives the address of row l mod 8 of matrix l // 8.
+
+    Lane 4g + t gets bytes 4t to 4t + 3 of row g; ``turned``: the 16-bit elements g of rows 2t and 2t + 1.
+    """
+    registers = ", ".join(f"${i}" for i in range(count))
+    kind = ".trans" if turned else ""
+    found = llvm.inline_asm(
+        llvm.StructType.get_literal([Int32.mlir_type] * count),
+        [address.ir_value()],
+        f"ldmatrix.sync.aligned.m8n8.x{count}{kind}.shared.b16 {{{registers}}}, [${count}];",
+        ",".join(["=r"] * count) + ",r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return [Int32(llvm.extractvalue(Int32.mlir_type, found, [i])) for i in range(count)]
+
+
 def load_pair(address: Any) -> list[Any]:
     """Two adjacent float32."""
     fragment = cute.make_rmem_tensor(2, Float32)
@@ -231,11 +250,6 @@ def load_byte(address: Any) -> Any:
 def store_words(address: Any, words: Any) -> None:
     """Four words of a register fragment."""
     cute.autovec_copy(words, _shared(Int32, address, 4, 16))
-
-
-def store_word(address: Any, word: Any) -> None:
-    """One word."""
-    _shared(Int32, address, 1, 4)[0] = word
 
 
 def store_pair(address: Any, first: Any, second: Any) -> None:

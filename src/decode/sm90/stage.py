@@ -8,9 +8,9 @@ import cutlass
 import torch
 from cutlass import Int32, Int64, cute
 
-from epicute.decode.geometry import WARPS, operand_place, vector_place
+from epicute.decode.geometry import WARPS, vector_place
 from epicute.decode.schedule import LINE, FewRowProblem, FewRowSchedule
-from epicute.decode.sm90.ptx import prefetch_line, store_word, store_words
+from epicute.decode.sm90.ptx import prefetch_line, store_words
 from epicute.epilogues.dsl import opaque
 from epicute.layouts import split
 from epicute.quant.dsl import WIDTH, Vector, load_vectors, multiply, pack, unpack
@@ -34,9 +34,7 @@ class Activations:
     def __init__(self, problem: FewRowProblem, schedule: FewRowSchedule) -> None:
         self.problem, self.rows = problem, schedule.rows
         self.vectors = problem.record.depth // WIDTH
-        self.run = problem.record.run
         self.beyond = problem.records.width // WIDTH - 1
-        self.wgmma = schedule.mma == "wgmma"
         self.batch = FEWER if problem.gain else BATCH
 
     @cute.jit
@@ -73,21 +71,10 @@ class Activations:
                 row, vector = self._cell(at)
                 inside = at < total
                 words = self._taken(words, self._gains(gain, first * self.vectors + vector))
-                if cutlass.const_expr(self.wgmma):
-                    places = [
-                        target + Int32(operand_place(row, vector, i, self.rows, self.run))
-                        for i in range(WIDTH // 2)
-                    ]
-                    put_apart(words, places, inside)
-                else:
-                    place = target + vector_place(row, vector, self.rows, self.run) * 16
-                    put(words, place, inside)
+                put(words, target + vector_place(row, vector, self.rows), inside)
 
     def _cell(self, at: Any) -> tuple[Any, Any]:
-        """(row, vector) of a copy's ``at``-th vector: a warp takes 64 k of four rows.
-
-        What it stores for WGMMA then lies in different banks.
-        """
+        """(row, vector) of a copy's ``at``-th vector: a warp takes 64 k of four rows, and stores them adjacent."""
         line, lane = split(at, 32)
         column, four = split(line, self.rows // 4)
         row, vector = split(lane, 8)
@@ -124,10 +111,3 @@ class Activations:
 def put(words: cute.Tensor, place: Int32, inside: cutlass.Boolean) -> None:
     if inside:
         store_words(place, words)
-
-
-@cute.jit
-def put_apart(words: cute.Tensor, places: Any, inside: cutlass.Boolean) -> None:
-    if inside:
-        for i in cutlass.range_constexpr(len(places)):
-            store_word(places[i], words[i])
