@@ -5,13 +5,14 @@ tiles. A **tile** is what a composition's epilogue needs together: one band, or 
 cluster of CTAs works on one tile at a time, each CTA on its share of the records along k; in a CTA eight warps share a
 record:
 
-    MMA      bits     rows of a warp   shares of a record's k        warp w
-    sync     4, 8     32               4                             rows 32 (w % 2), share w // 2
-    sync     16       16               2                             rows 16 (w % 4), share w // 4
-    wgmma    any      16               2                             rows 16 (w % 4), share w // 4
+    MMA      bits     rows of a warp   shares                        warp w
+    sync     4, 8     32               4, of a record's k            rows 32 (w % 2), share w // 2
+    sync     16       16               2, of a record's k            rows 16 (w % 4), share w // 4
+    wgmma    any      16               2, every other record         rows 16 (w % 4), share w // 4
 
-A share is a range of whole segments: 64 k, or the 128 of a group. Neither depends on the number of rows of x, so that
-the order in which a sum is added does not. With ``wgmma`` four warps are a warpgroup, and their rows its 64.
+A share of a record's k is a range of whole segments: 64 k, or the 128 of a group. Neither depends on the number of rows
+of x, so that the order in which a sum is added does not. With ``wgmma`` four warps are a warpgroup, and their rows its
+64; where a CTA holds several tiles at once, each warpgroup has tiles of its own, and there are no shares.
 
 The functions are integer algebra alone and run on int, on NumPy arrays and on DSL integers alike.
 """
@@ -78,8 +79,12 @@ def warp_rows(bits: int, mma: str = "sync") -> int:
     return 16 if bits == 16 or mma == "wgmma" else 32
 
 
-def shares_of(bits: int, mma: str = "sync") -> int:
-    """Into how many shares the warps cut a record's k."""
+def shares_of(bits: int, mma: str = "sync", wide: bool = False) -> int:
+    """Partial sums of each sum: shares of a record's k, or with ``wgmma`` of records. ``wide``: several tiles at once,
+    of which each warpgroup has its own.
+    """
+    if mma == "wgmma":
+        return 1 if wide else 2
     return WARPS * warp_rows(bits, mma) // BAND
 
 

@@ -1,9 +1,9 @@
 """Which schedule: a model of the H200. Its rates were fitted to times of many schedules on one, which no published
 table holds: what a choice takes beside the other MMA's best is in ``projections``.
 
-A kernel takes as long as its bytes, unless products or the copies of x take longer; while x is copied, nothing is
-multiplied, and what the ring holds hides it. Clusters make shares of x small and exchanges of sums longer; tiles whose
-sums are held together share a copy of x.
+A kernel takes as long as its bytes, x among them as often as it is read, unless products take longer. Clusters make
+shares of x small and exchanges of sums longer; tiles whose sums are held together read x together. Where consumers copy
+x, nothing is multiplied meanwhile, and what the ring holds hides it.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ PER_SM = 83e3
 """Bytes that one SM reads per microsecond with ``IN_FLIGHT`` under way."""
 
 PRODUCTS = {
-    "sync": {8: 79e3, 16: 63e3, 32: 82e3, 64: 30e3},
-    "wgmma": {8: 54e3, 16: 43e3, 32: 66e3, 64: 104e3},
-    "integers": {8: 100e3, 16: 82e3, 32: 45e3, 64: 24e3},
+    "sync": {8: 79e3, 16: 53e3, 32: 45e3, 64: 22e3},
+    "wgmma": {8: 53e3, 16: 53e3, 32: 48e3, 64: 30e3},
+    "integers": {8: 97e3, 16: 82e3, 32: 45e3, 64: 24e3},
 }
 """Weights that one SM multiplies per microsecond, by MMA, or conversion, and rows of x; latencies are among what
 decides them.
@@ -56,19 +56,22 @@ INGRESS = 100e3
 COPY = 21.6e3
 """Bytes of x that one SM copies per microsecond: 32 KB under way, of an L2 that all SMs ask at once."""
 
-INTEGERS = 14e3
+INTEGERS = 10.5e3
 """The same where they become integers."""
+
+FIRST = 0.5
+"""Microseconds that the first rows of x take to come by TMA."""
 
 LIVE = (1 + FEWEST) / 2
 """Rows that become integers, on average: those that are there."""
 
-SENT = 42e3
+SENT = 110e3
 """Bytes of partial sums that the consumers of one SM hand on per microsecond."""
 
 FINISH = 0.33
 """Microseconds of an epilogue's eight rows, of which three warps do a share each."""
 
-EXCHANGE, EXCHANGED = 0.41, 0.024
+EXCHANGE, EXCHANGED = 0.49, 0.023
 """Microseconds of a tile's exchange of sums in a cluster and its epilogue, and what each row of x adds."""
 
 START = 1.5
@@ -90,7 +93,7 @@ def choose(
 
     Args:
         invariant: choose what orders and rounds sums alike for all buckets.
-        mma: ``"sync"`` or ``"wgmma"`` alone; by default the better one: up to 16 rows, and for all where ``invariant``,
+        mma: ``"sync"`` or ``"wgmma"`` alone; by default the better one: up to 8 rows, and for all where ``invariant``,
             ``"sync"``.
 
     Raises UnsupportedError where no schedule fits: units or heads too wide for so many rows.
@@ -98,7 +101,7 @@ def choose(
     fewest = rows == FEWEST and problem.record.bits == 4
     rows = max(rows, BUCKETS[0])
     judged = 32 if invariant else rows
-    forms = (mma,) if mma else MMAS[: 1 if invariant or rows <= 16 else 2]
+    forms = (mma,) if mma else MMAS[: 1 if invariant or rows <= BUCKETS[0] else 2]
     found = []
     for form in forms:
         exact = invariant or rows > 16 or form == "wgmma"
@@ -130,26 +133,36 @@ def _fitted(
     """With ring and activations of the best sizes there is room for."""
     shared = Shared(problem, schedule)
     slot, margin = shared.slot, 256 + shared.alignment
-    whole = problem.chunks(schedule.cluster)
+    whole = shared.held
     flight = max((IN_FLIGHT + slot // 2) // slot, 1)
     wanted = max(RING // slot, FEWEST_SLOTS)
-    for chunks in (whole, 0):
-        tried = replace(schedule, slots=max(flight, FEWEST_SLOTS), chunks=chunks or 1)
-        if chunks == 0:
+    least = min(2, whole) if shared.direct else 1
+    for chunks, resident in ((whole, True), (least, False), (1, False)):
+        tried = replace(schedule, slots=max(flight, FEWEST_SLOTS), chunks=chunks)
+        if not resident:
             rounds = rounds_of(problem, tried)
             readings = -(-rounds // most_wide(problem, tried))
-            tried = replace(tried, wide=-(-rounds // readings))
+            wide = -(-rounds // readings)
+            if schedule.mma == "wgmma" and wide > 1:
+                wide = min(wide + wide % 2, most_wide(problem, tried))
+            tried = replace(tried, wide=wide)
+            whole = Shared(problem, tried).held
         left = target.smem_per_block - Shared(problem, tried).size
-        if left < 0:
+        if left < 0 or chunks > whole:
             continue
         shared = Shared(problem, tried)
         kept = max(flight + 1 - tried.slots, 0) * slot
         sums = min(1 + max(left - kept, 0) // shared.exchange, max(tried.wide, 2))
         left -= (sums - 1) * shared.exchange
-        more = max(left - margin, 0) // shared.chunk if chunks == 0 else 0
-        # A copy that takes longer than the ring's filling keeps the memory waiting.
-        hidden = int(COPY / PER_SM * slot * wanted) // shared.chunk
-        more = min(more, max(hidden - 1, 0))
+        more = 0 if resident else max(left - margin, 0) // shared.chunk
+        if shared.direct:
+            # As far ahead as the ring is, and one to multiply with.
+            ahead = -(-wanted // tried.wide) * shared.pieces
+            more = min(more, ahead + 1 - chunks)
+        else:
+            # A copy that takes longer than the ring's filling keeps the memory waiting.
+            hidden = int(COPY / PER_SM * slot * wanted) // shared.chunk
+            more = min(more, max(hidden - 1, 0))
         tried = replace(tried, sums=sums, chunks=min(tried.chunks + more, whole))
         left = target.smem_per_block - Shared(problem, tried).size
         slots = min(tried.slots + max(left - margin, 0) // slot, max(wanted, tried.slots))
@@ -169,7 +182,7 @@ def expected_microseconds(problem: FewRowProblem, schedule: FewRowSchedule) -> f
     chunks = problem.chunks(cluster)
     records = rounds * problem.bands * chunks
     weights = records * record.size
-    whole = schedule.chunks >= chunks
+    whole = schedule.chunks >= Shared(problem, schedule).held
     kind, copy = schedule.mma, COPY
     if schedule.conversion == "integers":
         kind, copy = "integers", INTEGERS
@@ -183,6 +196,10 @@ def expected_microseconds(problem: FewRowProblem, schedule: FewRowSchedule) -> f
     ring = copies * schedule.slots * record.size / PER_SM
     exposed = max(x / copy - ring, 0.0)
     busy = work if whole else work + x / copy - exposed
+    if Shared(problem, schedule).direct:
+        busy, exposed = work, FIRST
+        if not whole and schedule.chunks == 1:
+            busy += x / INGRESS  # nothing is multiplied while it comes
     stream = max(problem.records.nbytes / STREAM, weights / PER_SM, (weights + x) / INGRESS)
     sums = Shared(problem, schedule).exchange
     busy += rounds * sums / SENT

@@ -1,7 +1,8 @@
 """What a few-row kernel is asked to do, and how it goes about it.
 
-A schedule's ``mma``, ``cluster`` and ``conversion`` decide in which order a sum is added and how it is rounded; nothing
-else does. With them fixed, a row has the same bits whatever else is in its batch.
+A schedule's ``mma``, ``cluster`` and ``conversion`` decide in which order a sum is added and how it is rounded, and of
+``wgmma`` whether several tiles are held together; nothing else does. With them fixed, a row has the same bits whatever
+else is in its batch.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ BARRIERS = 2 * STAGED
 ARRIVING = {8: 4, 16: 4, 32: 2, 64: 2}
 """Tiles whose sums may be on their way to a CTA of a cluster at once, by rows of x."""
 
-HELD = {"sync": 80, "wgmma": 136}
+HELD = {"sync": 80, "wgmma": 120}
 """Registers of a thread for sums that are held while x is read; of ``wgmma``, those of products under way too."""
 
 WIDEST = 8
@@ -118,8 +119,8 @@ class FewRowSchedule:
         rows: of x that a tile serves: 8, 16, 32 or 64.
         cluster: CTAs that share a tile's k: 1, 2, 4 or 8.
         slots: records that the ring holds. in_flight: of them under way at once.
-        chunks: records' worth of x along k that shared memory holds. Where that is all of a CTA's share, x is read
-            once; else it is read again for every band.
+        chunks: of x along k that shared memory holds, a record's worth each, or half of that (``Shared.pieces``).
+            Where that is all of a CTA's share, x is read once; else it is read again for every band.
         conversion: how INT4 codes become numbers (see ``sm90.convert``): ``"sums"``, ``"registers"`` or ``"bias"``; or
             ``"integers"``, x becomes integers (see ``sm90.integers``). With ``mma`` ``"wgmma"`` always ``"registers"``:
             the others would be one more product for each.
@@ -185,12 +186,12 @@ class FewRowSchedule:
             "at least one, at most all, of two or more",
             "give a ring of more slots",
         )
-        most = problem.chunks(self.cluster)
+        most = Shared(problem, self).held
         require(
             1 <= self.chunks <= most,
             "schedule.chunks",
             self.chunks,
-            f"1 to {most}, the records along k of a CTA",
+            f"1 to {most}, those of a CTA's share of k",
             fix,
         )
         limit = most_wide(problem, self)
@@ -249,9 +250,30 @@ class Shared:
         return LINE if self.schedule.conversion == "integers" else ATOM
 
     @property
+    def direct(self) -> bool:
+        """Whether x comes by TMA as it is. Else consumers copy it: with gains, as integers, or so few rows that they
+        are there as soon.
+        """
+        plain = not self.problem.gain and self.schedule.conversion != "integers"
+        return plain and self.schedule.rows > BUCKETS[0]
+
+    @property
+    def pieces(self) -> int:
+        """Chunks of x that go with a record: two where so many rows of it are so large that few whole ones fit."""
+        record, schedule = self.problem.record, self.schedule
+        wanted = schedule.mma == "wgmma" and schedule.rows == BUCKETS[-1] and schedule.wide == 1
+        alone = record.group in (0, record.depth) or record.depth // 2 % record.group == 0
+        return 2 if self.direct and wanted and alone and record.blocks % 2 == 0 else 1
+
+    @property
+    def held(self) -> int:
+        """Chunks of x of a CTA's whole share of k, at most."""
+        return self.problem.chunks(self.schedule.cluster) * self.pieces
+
+    @property
     def chunk(self) -> int:
-        """Bytes of one record's worth of x."""
-        size = self.problem.record.depth * self.schedule.rows * 2
+        """Bytes of one chunk of x."""
+        size = self.problem.record.depth // self.pieces * self.schedule.rows * 2
         if self.schedule.conversion != "integers":
             return size
         spans = self.problem.record.depth // span_of(self.problem.record)
@@ -272,7 +294,7 @@ class Shared:
     @property
     def shares(self) -> int:
         """Partial sums of one sum in a CTA."""
-        return shares_of(self.problem.record.bits, self.schedule.mma)
+        return shares_of(self.problem.record.bits, self.schedule.mma, self.schedule.wide > 1)
 
     @property
     def sum(self) -> int:
@@ -300,6 +322,11 @@ class Shared:
     def arriving(self) -> int:
         """Buffers of sums that arrive."""
         return ARRIVING[self.schedule.rows] if self.schedule.cluster > 1 else 0
+
+    @property
+    def others(self) -> int:
+        """Barriers beside those of the ring of weights and of x."""
+        return BARRIERS + 2 * (self.schedule.sums + self.arriving)
 
     @property
     def floats(self) -> int:
@@ -331,7 +358,8 @@ class Shared:
     @property
     def size(self) -> int:
         """Bytes of all."""
-        count = 2 * (self.schedule.slots + self.schedule.sums + self.arriving) + BARRIERS
+        pairs = self.schedule.slots + self.schedule.sums + self.arriving
+        count = 2 * (pairs + self.schedule.chunks * self.direct) + BARRIERS
         return self.barriers + _rounded(8 * count)
 
 
@@ -340,12 +368,16 @@ def _rounded(size: int, unit: int = LINE) -> int:
 
 
 def most_wide(problem: FewRowProblem, schedule: FewRowSchedule) -> int:
-    """Tiles whose sums fit the registers; 1 where a tile is several bands."""
+    """Tiles whose sums fit the registers; 1 where a tile is several bands. Of `wgmma` each warpgroup holds half of
+    them.
+    """
     if problem.bands > 1:
         return 1
     registers = schedule.rows * warp_rows(problem.record.bits, schedule.mma) // WARP
-    taken = schedule.rows if schedule.mma == "wgmma" else 0
-    return min(max((HELD[schedule.mma] - taken) // registers, 1), WIDEST)
+    if schedule.mma == "wgmma":
+        held = (HELD[schedule.mma] - schedule.rows) // registers
+        return min(2 * held, WIDEST) if held else 1
+    return min(max(HELD[schedule.mma] // registers, 1), WIDEST)
 
 
 def clusters_of(multiprocessors: int, cluster: int) -> int:

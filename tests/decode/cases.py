@@ -23,6 +23,7 @@ from epicute.decode import (
 )
 from epicute.decode.geometry import RECORD_BYTES, TILES
 from epicute.decode.model import choose
+from epicute.decode.schedule import Shared
 from epicute.decode.spec import WeightForm
 from epicute.epilogues import (
     Bias,
@@ -50,7 +51,7 @@ from epicute.layouts import CHANNEL, Records
 from epicute.weights import DTYPES, FragmentPacked, Quantized, QuantizedInt4
 from tests.gemm.device import Output, embed, embed_rows, unchanged, whole
 from tests.gemm.jobs import PAGE_SIZE, compare, drawn
-from tests.ptx import Kernel, ptx_of
+from tests.ptx import Kernel, TensorMap, ptx_of
 
 BITS = {"int4": 4, "fp8": 8, "bf16": 16, "fp16": 16}
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -154,7 +155,7 @@ def _kernel(case: Few) -> FewRowKernel:
     if not case.changes:
         return found
     wanted = replace(found.spec.schedule, **dict(case.changes))
-    most = found.spec.problem.chunks(wanted.cluster)
+    most = Shared(found.spec.problem, wanted).held
     wanted = replace(wanted, chunks=min(wanted.chunks, most))
     if "wide" not in dict(case.changes):
         wanted = replace(wanted, wide=1, sums=1)
@@ -309,16 +310,26 @@ class FewJob:
         tensors = [whole(x) for x in (self.packed.data, self.x, *self.given.values())]
         if self.gain is not None:
             tensors.append(self.gain)
+        weight = 2 if Shared(spec.problem, spec.schedule).direct else 0  # behind x's map and rows
         emulated(self.case).launch(
             arguments,
             *tensors,
             grid=arguments[3] * cluster,
             cluster=cluster,
-            parameters={0: struct.pack("<Q", self.packed.data.data_ptr())},
+            maps=self._maps(stride),
+            parameters={weight: struct.pack("<Q", self.packed.data.data_ptr())},
             shared=kernel.shared_memory + 1024,
             **{"early": [self.packed.data] if arguments[-2] else (), **options},
         )
         self.check(wanted)
+
+    def _maps(self, stride: int) -> list[TensorMap]:
+        """What TMA knows of x, where it brings it."""
+        spec = self.case.kernel().spec
+        if not Shared(spec.problem, spec.schedule).direct:
+            return []
+        sizes, box = (self.case.k, max(self.m, 1)), (64, spec.schedule.rows)
+        return [TensorMap(self.x.data_ptr(), 2, sizes, (stride,), box, 128)]
 
 
 def qkv(

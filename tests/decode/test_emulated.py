@@ -232,6 +232,32 @@ def test_tiles_that_are_held_while_x_is_read(
     FewJob(case, rows - 3).emulate(clusters=2, seed=rows, races=rows < 64)
 
 
+@pytest.mark.parametrize(
+    ("mma", "rows", "m", "k", "changes"),
+    [
+        ("sync", 16, 40, 2600, {"chunks": 2}),
+        ("sync", 16, 13, 603, {"chunks": 2, "cluster": 2}),
+        ("wgmma", 32, 70, 2600, {"chunks": 2}),
+        ("wgmma", 32, 70, 2600, {"chunks": 2, "wide": 4, "sums": 2}),
+        ("wgmma", 16, 16, 2600, {"chunks": 2, "wide": 3, "cluster": 2}),
+        ("wgmma", 64, 130, 2600, {"chunks": 3}),
+        ("wgmma", 64, 64, 1100, {"chunks": 4, "cluster": 2}),
+    ],
+)
+def test_rows_come_by_tma(mma: str, rows: int, m: int, k: int, changes: dict[str, int]) -> None:
+    """Resident or in a ring, chunks of whole records or of halves, more rows than a tile has, k that ends anywhere."""
+    given = {"slots": 3, "in_flight": 2, "conversion": "registers", "cluster": 1, **changes}
+    case = Few(PLAIN, 330, k, rows=rows, changes=formed(mma, **given))
+    FewJob(case, m).emulate(clusters=2, seed=m, races=rows < 64)
+
+
+@pytest.mark.parametrize("wide", [1, 2])
+def test_gains_are_taken_up_where_warpgroups_have_tiles_of_their_own(wide: int) -> None:
+    """Consumers copy x, phase by phase, and not TMA."""
+    changes = formed("wgmma", cluster=1, chunks=2, slots=3, in_flight=2, wide=wide)
+    FewJob(Few(PLAIN, 200, 2600, rows=32, gain=True, changes=changes), 30).emulate(clusters=2)
+
+
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_nothing_that_wgmma_reads_is_unordered(cluster: int) -> None:
     """Copies of x between products, seen by the asynchronous proxy; slots given back while products still run."""

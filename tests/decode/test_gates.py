@@ -98,8 +98,8 @@ def by_wgmma() -> Iterator[Few]:
         ("o", "bf16", 64),
     ):
         yield layer("8B", name, format, rows, changes=WGMMA)
-    wide = (*WGMMA, ("wide", 2), ("chunks", 1), ("cluster", 4))
-    yield layer("8B", "qkv", "int4", 64, changes=wide)
+    wide = (*WGMMA, ("wide", 2), ("chunks", 2), ("cluster", 1))
+    yield layer("8B", "gate_up", "int4", 64, changes=wide)
 
 
 def published() -> Iterator[Few]:

@@ -118,11 +118,10 @@ def test_shares_of_a_record_are_whole_groups_and_all_of_it(bits: int, group: int
     wide = record.group if record.group in GROUPS else 1
     assert blocks * 64 % min(wide, blocks * 64) == 0
     assert wide <= blocks * 64
-    for mma in MMAS:
-        count = shares_of(bits, mma)
-        shares = [share_of(i, count, segments_of(record)) for i in range(count)]
-        found = [s for first, end in shares for s in range(first, end)]
-        assert found == list(range(segments_of(record)))
+    count = shares_of(bits)
+    shares = [share_of(i, count, segments_of(record)) for i in range(count)]
+    found = [s for first, end in shares for s in range(first, end)]
+    assert found == list(range(segments_of(record)))
 
 
 @pytest.mark.parametrize("mma", MMAS)
@@ -134,6 +133,7 @@ def test_warps_cover_rows_and_shares(bits: int, mma: str) -> None:
     assert parts * warp_rows(bits, mma) == BAND
     if mma == "wgmma":  # a share is a warpgroup's, its warps in the order of the MMA's rows
         assert [(w % parts, w // parts) for w in range(4)] == [(w, 0) for w in range(4)]
+        assert shares_of(bits, mma, wide=True) == 1
 
 
 @given(

@@ -48,6 +48,7 @@ DSL_ONLY = {
     "epicute.decode.sm90.finishers": "the warps that finish tiles while tracing",
     "epicute.decode.sm90.kernel": "the few-row kernel: a class whose methods are traced",
     "epicute.decode.sm90.multiply": "the products while tracing",
+    "epicute.decode.sm90.produce": "the warp that brings weights and activations while tracing",
     "epicute.decode.sm90.ptx": "single instructions while tracing",
     "epicute.decode.sm90.stage": "activations to shared memory while tracing",
     "epicute.decode.sm90.warpgroup": "the products of warpgroups while tracing",

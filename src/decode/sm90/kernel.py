@@ -1,32 +1,37 @@
 """Few-row projection for Hopper: D = epilogue(X · Wᵀ) for up to 64 rows of X at a time. Imports the DSL.
 
 The weight is the MMA's A operand, dequantised in registers; the rows of X are its columns. It is streamed record by
-record (``layouts.decode_order``) through a ring by a thread that waits for nobody: with programmatic dependent launch
+record (``layouts.decode_order``) through a ring by a warp that waits for nobody: with programmatic dependent launch
 it reads weights while the kernel before is still at work, up to what the ring holds.
 
-    warp 0        ring: one bulk copy a record, at most ``in_flight`` under way              (few registers)
+    warp 0        one bulk copy a record, at most ``in_flight`` under way; X by TMA (``produce``)   (few registers)
     warps 1-3     stage the epilogue's vector operands, one tile ahead; in turns the epilogue, eight rows of X a warp
-    warps 4-11    copy X once, then multiply: every warp has a share of each record          (the rest)
+    warps 4-11    multiply: every warp has a share of each record, or a warpgroup every other record   (the rest)
 
     barriers      full[s]     one producer arrive + bytes of a record                        ring -> consumers
-                  empty[s]    the eight consumer warps                                       consumers -> ring
+                  empty[s]    the consumer warps that multiply it                            consumers -> ring
+                  x full[s], x empty[s]     the same of a chunk of X; always all eight warps
                   ready[2]    96 staging threads; taken[2]: the parts of the tile's epilogue
-                  added[b]    every consumer warp: its sums of a tile are written
+                  added[b]    the consumer warps of a tile: their sums of it are written
                   read[b]     warps 1-3: the sums may be written over
                   came[b]     in a cluster: one arrive + bytes of the sums of all its CTAs   warps 1-3 -> warps 1-3
                   used[b]     warps 1-3 of every CTA: what has come may be written over; not of the last tiles
-    named         1           consumers, around X
+    named         1           consumers, around what they copy of X
 
-    warp 0        |record 0|record 1| ...  as the ring allows, from before ``griddepcontrol.wait`` on
-    consumers            |X|record 0|record 1| ... |send|record 0 of the next tile ...
+    warp 0        |record 0|record 1| ...  as the ring allows, from before ``griddepcontrol.wait`` on; X behind it
+    consumers            |record 0|record 1| ... |send|record 0 of the next tile ...
     a warp of 1-3        |stage|stage the next|    |    |epilogue|
 
-Where shared memory cannot hold a CTA's share of X, X is copied phase by phase; several tiles' sums then stay in
-registers (``wide``), so that a phase serves them all:
+Where shared memory cannot hold a CTA's share of X, X has a ring too, and several tiles' sums stay in registers
+(``wide``), so that a chunk serves them all:
 
-    consumers            |X|tile 0|tile 1|X|tile 0|tile 1| ... |send both|X| ...
+    consumers            |tile 0|tile 1|  the next chunk: |tile 0|tile 1| ... |send both| ...
 
-Warps multiply each by itself, or four as a warpgroup (``multiply``, ``warpgroup``): sums stand in the same registers.
+What is not multiplied as it is (gains, integers), and eight rows, consumers copy themselves (``stage``), all of a CTA's
+share or phase by phase, and wait for it.
+
+Warps multiply each by itself, or four as a warpgroup (``multiply``, ``warpgroup``): sums stand in the same registers. A
+warpgroup has tiles of its own where several are held, else records in turns.
 
 A slot is given back behind ``__syncwarp``: lanes leave a wait one by one, and an arrival of lane 0 alone says nothing
 of what the others have read. A CTA of a cluster has a share of k; its warps 1-3 send its sums, over distributed shared
@@ -41,28 +46,22 @@ import cutlass
 from cutlass import Int32, Int64, Uint8, cute
 from cutlass import memory as cutlass_memory
 
-from epicute.decode.geometry import FINISHERS, WARPS, share_of
+from epicute.decode.geometry import FINISHERS, WARPS
 from epicute.decode.schedule import STAGED
-from epicute.decode.sm90.finishers import Finishers, Walk
 from epicute.decode.sm90.integers import IntegerActivations, IntegerMultiplier
 from epicute.decode.sm90.multiply import Multiplier
-from epicute.decode.sm90.ptx import (
-    arrive,
-    barrier_at,
-    bulk_copy,
-    streaming,
-)
+from epicute.decode.sm90.produce import PARITY, SLOT, X_PARITY, X_SLOT, Producer
+from epicute.decode.sm90.ptx import arrive, barrier_at
 from epicute.decode.sm90.stage import Activations
 from epicute.decode.sm90.warpgroup import WarpgroupMultiplier
 from epicute.decode.spec import FewRowSpec
-from epicute.epilogues.dsl import opaque
 from epicute.gemm.staging import STAGERS
 
 __all__ = ["FewRowGemm"]
 
 CONSUMERS = 32 * WARPS
 THREADS = 128 + CONSUMERS
-FEW, MANY = 80, 208
+FEW, MANY = 88, 208
 """Registers of a thread of the first warpgroup and of the consumers, after they have traded. A launch gives each
 168 of them.
 
@@ -71,32 +70,33 @@ cluster while others idle; sixteen consumer warps in two teams that take records
 with the slower copies of x that ``stage`` names).
 """
 
+TILE = 4
+"""Of a consumer's state, whose first four are the producer's too: tiles whose sums it has sent."""
+
 AROUND_X = 1
 """The named barrier of the consumers."""
 
 
-class FewRowGemm(Finishers):
+class FewRowGemm(Producer):
     """The device code of one ``FewRowSpec``; calling it traces the launch."""
 
     def __init__(self, spec: FewRowSpec) -> None:
         super().__init__(spec)
-        self.records, self.record = spec.problem.records, spec.problem.record
         integers = spec.schedule.conversion == "integers"
         self.activations = (IntegerActivations if integers else Activations)(
             spec.problem, spec.schedule
         )
-        self.most = self.problem.chunks(self.cluster)
-        self.resident = self.schedule.chunks >= self.most
         self.wgmma = self.schedule.mma == "wgmma"
         self.multiplier = IntegerMultiplier if integers else Multiplier
         if self.wgmma:
             self.multiplier = WarpgroupMultiplier
+        self.teams = self.wgmma and self.schedule.wide > 1
 
     @cute.jit
     def __call__(self, weight: cute.Tensor, arguments: Any, stream: Any) -> None:
         """Launch. ``weight``: its records as bytes; ``arguments``: see ``FewRowSpec``."""
         self.kernel.set_name_prefix(self.spec.name)
-        self.kernel(weight, arguments).launch(
+        self.kernel(self._rows_in_memory(arguments), weight, arguments).launch(
             grid=(Int32(arguments[3]) * self.cluster, 1, 1),
             block=(THREADS, 1, 1),
             cluster=(self.cluster, 1, 1),
@@ -107,7 +107,7 @@ class FewRowGemm(Finishers):
         )
 
     @cute.kernel
-    def kernel(self, weight: cute.Tensor, arguments: Any) -> None:
+    def kernel(self, loads: Any, weight: cute.Tensor, arguments: Any) -> None:
         if cutlass.const_expr(not self.schedule.late):
             cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
@@ -121,15 +121,16 @@ class FewRowGemm(Finishers):
         if warp < 4:
             cute.arch.setmaxregister_decrease(FEW)
             if warp == 0:
-                if thread == 0:
-                    self._produce(weight, arguments, base, self._walk(arguments, block))
+                walk = self._walk(arguments, block)
+                self._produce(loads, memory, weight, arguments, base, walk, thread)
             else:
                 cute.arch.griddepcontrol_wait()
                 self._finish_all(arguments, base, self._walk(arguments, block), thread)
         else:
             cute.arch.setmaxregister_increase(MANY)
-            self._prefetch(arguments, self._walk(arguments, block), thread - 128)
-            cute.arch.griddepcontrol_wait()
+            if cutlass.const_expr(not self.direct):
+                self._prefetch(arguments, self._walk(arguments, block), thread - 128)
+                cute.arch.griddepcontrol_wait()
             self._consume(arguments, base, self._walk(arguments, block), thread - 128)
 
     @cute.jit
@@ -137,13 +138,17 @@ class FewRowGemm(Finishers):
         """Set the barriers up, so that all of the cluster see them."""
         if thread == 0:
             slots = self.schedule.slots
+            readers = 4 if cutlass.const_expr(self.wgmma) else WARPS
             for slot in cutlass.range_constexpr(slots):
                 cute.arch.mbarrier_init(barrier_at(self._full(base, slot)), 1)
-                cute.arch.mbarrier_init(barrier_at(self._empty(base, slot)), WARPS)
+                cute.arch.mbarrier_init(barrier_at(self._empty(base, slot)), readers)
             counts = [c for c in (STAGERS, self.tasks) for _ in range(STAGED)]
-            counts += [c for c in (WARPS, FINISHERS) for _ in range(self.schedule.sums)]
+            adding = 4 if cutlass.const_expr(self.teams) else WARPS
+            counts += [c for c in (adding, FINISHERS) for _ in range(self.schedule.sums)]
             both = (1, FINISHERS * self.cluster)
             counts += [c for c in both for _ in range(self.shared.arriving)]
+            chunks = self.schedule.chunks * self.direct
+            counts += [c for c in (1, WARPS) for _ in range(chunks)]
             for i in cutlass.range_constexpr(len(counts)):
                 cute.arch.mbarrier_init(barrier_at(self._other(base, i)), counts[i])
         cute.arch.mbarrier_init_fence()
@@ -153,107 +158,17 @@ class FewRowGemm(Finishers):
         else:
             cute.arch.sync_threads()
 
-    def _walk(self, arguments: Any, block: Any) -> Walk:
-        # Unknown to be the same for every role, or registers hold it across all of them.
-        block = opaque(Int32(block))
-        rank, first, step = block % self.cluster, block // self.cluster, Int32(arguments[3])
-        count = (self.problem.tiles - first + step - 1) // step
-        m_tiles = (Int32(arguments[2]) + (self.rows - 1)) // self.rows
-        along, end = share_of(rank, self.cluster, self.records.along)
-        chunks = end - along
-        if self.records.along % self.cluster == 0:
-            # Unknown too: unrolled, all loads of a few records would be moved up, and then do not fit the registers.
-            chunks = opaque(Int32(self.records.along // self.cluster))
-        return Walk(rank, first, step, count, m_tiles, along, chunks)
-
-    def _bands(self, tile: Any) -> Any:
-        """Bands of a tile: fewer of the last, where the weight ends in it."""
-        if self.records.down % self.problem.bands == 0:
-            return Int32(self.problem.bands)
-        return cutlass.min(self.records.down - tile * self.problem.bands, self.problem.bands)
-
-    @cute.jit
-    def _produce(self, weight, arguments, base, walk) -> None:
-        if Int32(arguments[self.spec.at("early")]) == 0:
-            cute.arch.griddepcontrol_wait()
-        turn = cute.make_rmem_tensor(2, Int32)
-        turn.fill(0)
-        address = weight.iterator.toint()
-        for _ in cutlass.range(walk.m_tiles, unroll=1):
-            if cutlass.const_expr(self.schedule.wide > 1):
-                for group in cutlass.range(self._groups(walk), unroll=1):
-                    self._produce_wide(base, turn, address, walk, group * self.schedule.wide)
-            else:
-                for i in cutlass.range(walk.count, unroll=1):
-                    tile = walk.first + i * walk.step
-                    for band in cutlass.range(self._bands(tile), unroll=1):
-                        at = self._row(address, walk, tile * self.problem.bands + band)
-                        self._fetch_all(base, turn, at, walk.chunks)
-        if cutlass.const_expr(self.schedule.late):
-            cute.arch.griddepcontrol_launch_dependents()
-
-    @cute.jit
-    def _produce_wide(self, base, turn, address, walk, first) -> None:
-        """Records of tiles that are held together, in the order in which x is read: phase by phase."""
-        tiles = cutlass.min(walk.count - first, self.schedule.wide)
-        chunks = self.schedule.chunks
-        for phase in cutlass.range(self._phases(walk), unroll=1):
-            count = cutlass.min(walk.chunks - phase * chunks, chunks)
-            for i in cutlass.range(first, first + tiles, unroll=1):
-                at = self._row(address, walk, walk.first + i * walk.step)
-                self._fetch_all(base, turn, at + Int64(phase * chunks) * self.record.size, count)
-
-    def _groups(self, walk: Walk) -> Any:
-        """Groups of tiles that are held together."""
-        return (walk.count + (self.schedule.wide - 1)) // self.schedule.wide
-
-    def _phases(self, walk: Walk) -> Any:
-        """Copies of x that a CTA's share of k takes."""
-        return (walk.chunks + (self.schedule.chunks - 1)) // self.schedule.chunks
-
-    def _row(self, address: Any, walk: Walk, down: Any) -> Any:
-        """Where a CTA's records of a band begin."""
-        return address + self.records.record_offset(Int64(down), Int64(walk.along))
-
-    @cute.jit
-    def _fetch_all(self, base, turn, source, count) -> None:
-        for chunk in cutlass.range(count, unroll=1):
-            self._fetch(base, turn, source + Int64(chunk) * self.record.size)
-
-    @cute.jit
-    def _fetch(self, base, turn, source) -> None:
-        """Begin a record's copy, once its slot is free and few enough others are under way."""
-        slots, flight = self.schedule.slots, self.schedule.in_flight
-        slot, parity = turn[0], turn[1]
-        cute.arch.mbarrier_wait(barrier_at(self._empty(base, slot)), parity ^ 1)
-        if cutlass.const_expr(flight < slots):
-            inside = Int32(slot >= flight)
-            before = slot - flight + (1 - inside) * slots
-            cute.arch.mbarrier_wait(barrier_at(self._full(base, before)), parity ^ 1 ^ inside)
-        full = self._full(base, slot)
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier_at(full), self.record.size)
-        policy = streaming() if cutlass.const_expr(self.schedule.evict_first) else None
-        bulk_copy(base + slot * self.shared.slot, source, self.record.size, full, policy)
-        self._next(turn)
-
-    def _next(self, turn: Any) -> None:
-        """Go on to the next slot; the parity turns where the ring begins again."""
-        last = Int32(turn[0] == self.schedule.slots - 1)
-        turn[0] = (turn[0] + 1) * (1 - last)
-        turn[1] = turn[1] ^ last
-
     @cute.jit
     def _consume(self, arguments, base, walk, thread) -> None:
         warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
         multiplier = self.multiplier(self.problem, self.schedule, self.spec.scale_dtype, warp, lane)
-        turn = cute.make_rmem_tensor(3, Int32)
+        turn = cute.make_rmem_tensor(5, Int32)
         turn.fill(0)
         for m in cutlass.range(walk.m_tiles, unroll=1):
-            if cutlass.const_expr(self.resident):
+            if cutlass.const_expr(self.resident and not self.direct):
                 self._copy(arguments, base, walk, m, Int32(0), thread)
             if cutlass.const_expr(self.schedule.wide > 1):
-                for group in cutlass.range(self._groups(walk), unroll=1):
-                    first = group * self.schedule.wide
+                for first in cutlass.range(0, walk.count, self.schedule.wide, unroll=1):
                     self._wide(arguments, base, walk, multiplier, turn, m, first, thread)
                     for which in cutlass.range_constexpr(self.schedule.wide):
                         self._send_alive(base, walk, multiplier, turn, first + which, which)
@@ -263,8 +178,11 @@ class FewRowGemm(Finishers):
                     bands = self._bands(tile)
                     for band in cutlass.range(bands, unroll=1):
                         self._band(arguments, base, walk, multiplier, turn, m, band, thread)
-                    self.multiplier.announce(multiplier, self._added(base, turn[2]))
-                    turn[2] = turn[2] + 1
+                    self.multiplier.announce(multiplier, self._added(base, turn[TILE]))
+                    turn[TILE] = turn[TILE] + 1
+            if cutlass.const_expr(self.resident and self.direct):
+                for chunk in cutlass.range(walk.chunks * self.pieces, unroll=1):
+                    arrive(self._x_empty(base, chunk), Int32(lane == 0))
 
     @cute.jit
     def _prefetch(self, arguments, walk, thread) -> None:
@@ -298,37 +216,97 @@ class FewRowGemm(Finishers):
     def _band(self, arguments, base, walk, multiplier, turn, m, band, thread) -> None:
         self.multiplier.clear(multiplier)
         if cutlass.const_expr(self.resident):
-            self._records(base, multiplier, turn, walk.chunks, 0)
+            for chunk in cutlass.range(walk.chunks, unroll=1):
+                for piece in cutlass.range_constexpr(self.pieces):
+                    place = chunk * self.pieces + piece
+                    self._await_rows(base, place, m & 1)
+                    self._record(base, multiplier, turn, place, chunk, piece)
+        elif cutlass.const_expr(self.direct):
+            for chunk in cutlass.range(walk.chunks, unroll=1):
+                for piece in cutlass.range_constexpr(self.pieces):
+                    self._await_rows(base, turn[X_SLOT], turn[X_PARITY])
+                    self._record(base, multiplier, turn, turn[X_SLOT], chunk, piece)
+                    self._end_phase(base, multiplier, turn)
         else:
-            chunks = self.schedule.chunks
             for phase in cutlass.range(self._phases(walk), unroll=1):
                 self._copy(arguments, base, walk, m, phase, thread)
-                count = cutlass.min(walk.chunks - phase * chunks, chunks)
-                self._records(base, multiplier, turn, count, 0)
+                start = phase * self.phase
+                for chunk in cutlass.range(cutlass.min(walk.chunks - start, self.phase), unroll=1):
+                    self._record(base, multiplier, turn, chunk, start + chunk, 0)
         if band == 0:
-            self._await_read(base, turn[2])
-        self.multiplier.send(multiplier, self._sums(base, turn[2]), band)
+            self._await_read(base, turn[TILE])
+        self.multiplier.send(multiplier, self._sums(base, turn[TILE]), band)
 
     @cute.jit
     def _wide(self, arguments, base, walk, multiplier, turn, m, first, thread) -> None:
-        """Multiply tiles from the ``first``-th on that are held together: all of them with each copy of x."""
+        """Multiply tiles from the ``first``-th on that are held together: all of them with each chunk of x."""
         self.multiplier.clear(multiplier)
-        chunks = self.schedule.chunks
         for phase in cutlass.range(self._phases(walk), unroll=1):
+            self._begin_phase(arguments, base, walk, turn, m, phase, thread)
+            count = cutlass.min(walk.chunks - phase * self.phase, self.phase)
+            if cutlass.const_expr(self.teams):
+                for pair in cutlass.range_constexpr(0, self.schedule.wide, 2):
+                    self._pair(base, walk, multiplier, turn, first + pair, count, pair)
+            else:
+                for which in cutlass.range_constexpr(self.schedule.wide):
+                    some = count * Int32(first + which < walk.count)
+                    self._records(base, multiplier, turn, some, which)
+            self._end_phase(base, multiplier, turn)
+
+    @cute.jit
+    def _pair(self, base, walk, multiplier, turn, first, count, pair: cutlass.Constexpr) -> None:
+        """Two tiles' records, each by its warpgroup, which passes the other's over."""
+        both = pair + 1 < self.schedule.wide
+        one = count * Int32(first < walk.count)
+        two = count * Int32(first + 1 < walk.count) * int(both)
+        team = multiplier.team
+        self._skip(turn, one * team)
+        mine = cutlass.select_(team == 0, one, two)
+        self._records(base, multiplier, turn, Int32(mine), pair // 2)
+        self._skip(turn, two * (1 - team))
+
+    @cute.jit
+    def _begin_phase(self, arguments, base, walk, turn, m, phase, thread) -> None:
+        """Until the activations of a phase are there."""
+        if cutlass.const_expr(self.direct):
+            self._await_rows(base, turn[X_SLOT], turn[X_PARITY])
+        else:
             self._copy(arguments, base, walk, m, phase, thread)
-            count = cutlass.min(walk.chunks - phase * chunks, chunks)
-            for which in cutlass.range_constexpr(self.schedule.wide):
-                some = count * Int32(first + which < walk.count)
-                self._records(base, multiplier, turn, some, which)
+
+    @cute.jit
+    def _end_phase(self, base, multiplier, turn) -> None:
+        """The activations of a phase may be written over."""
+        if cutlass.const_expr(self.direct):
+            cute.arch.sync_warp()
+            arrive(self._x_empty(base, turn[X_SLOT]), Int32(multiplier.lane == 0))
+            last = Int32(turn[X_SLOT] == self.schedule.chunks - 1)
+            turn[X_SLOT] = (turn[X_SLOT] + 1) * (1 - last)
+            turn[X_PARITY] = turn[X_PARITY] ^ last
+
+    @cute.jit
+    def _await_rows(self, base, slot, parity) -> None:
+        if cutlass.const_expr(self.direct):
+            cute.arch.mbarrier_wait(barrier_at(self._x_full(base, slot)), parity)
+
+    def _place(self, turn: Any, chunk: Any) -> Any:
+        """Where the activations of a phase's ``chunk``-th record are, counted in chunks."""
+        return turn[X_SLOT] if self.direct else chunk
 
     @cute.jit
     def _send_alive(self, base, walk, multiplier, turn, i, which: cutlass.Constexpr) -> None:
-        """Hand the sums of the ``i``-th tile on, where there is one."""
+        """Hand the sums of the ``i``-th tile on, where there is one: of teams, its own does."""
         if i < walk.count:
-            self._await_read(base, turn[2])
-            self.multiplier.send(multiplier, self._sums(base, turn[2]), Int32(0), which)
-            self.multiplier.announce(multiplier, self._added(base, turn[2]))
-            turn[2] = turn[2] + 1
+            if cutlass.const_expr(self.teams):
+                if multiplier.team == which % 2:
+                    self._send(base, multiplier, turn, which // 2)
+            else:
+                self._send(base, multiplier, turn, which)
+            turn[TILE] = turn[TILE] + 1
+
+    def _send(self, base: Any, multiplier: Any, turn: Any, which: int) -> None:
+        self._await_read(base, turn[TILE])
+        self.multiplier.send(multiplier, self._sums(base, turn[TILE]), Int32(0), which)
+        self.multiplier.announce(multiplier, self._added(base, turn[TILE]))
 
     def _await_read(self, base: Any, count: Any) -> None:
         """Until the buffer of the ``count``-th tile's sums is free."""
@@ -337,16 +315,39 @@ class FewRowGemm(Finishers):
 
     @cute.jit
     def _records(self, base, multiplier, turn, count, which: cutlass.Constexpr) -> None:
+        """Multiply the records of a phase of a tile that is held with others."""
         for chunk in cutlass.range(count, unroll=1):
-            self._record(base, multiplier, turn, chunk, which)
+            self._multiply(base, multiplier, turn, self._place(turn, chunk), which, 0)
 
     @cute.jit
-    def _record(self, base, multiplier, turn, chunk, which: cutlass.Constexpr) -> None:
-        slot = turn[0]
-        cute.arch.mbarrier_wait(barrier_at(self._full(base, slot)), turn[1])
-        place = base + slot * self.shared.slot
-        x = base + self.shared.x + chunk * self.shared.chunk
-        self.multiplier.run(multiplier, place, x, which)
+    def _record(self, base, multiplier, turn, place, chunk, piece: cutlass.Constexpr) -> None:
+        """Multiply a piece of a record, the ``chunk``-th along k, with the chunk of x at ``place``; warpgroups take
+        records in turns.
+        """
+        if cutlass.const_expr(self.wgmma):
+            if multiplier.team == chunk % 2:
+                self._multiply(base, multiplier, turn, place, 0, piece)
+            elif cutlass.const_expr(piece == self.pieces - 1):
+                self._next(turn)
+        else:
+            self._multiply(base, multiplier, turn, place, 0, piece)
+
+    @cute.jit
+    def _multiply(
+        self, base, multiplier, turn, place, which: cutlass.Constexpr, piece: cutlass.Constexpr
+    ) -> None:
+        slot = turn[SLOT]
+        cute.arch.mbarrier_wait(barrier_at(self._full(base, slot)), turn[PARITY])
+        at = base + slot * self.shared.slot
+        x = base + self.shared.x + place * self.shared.chunk
+        self.multiplier.run(multiplier, at, x, which, piece)
         cute.arch.sync_warp()
-        arrive(self._empty(base, slot), Int32(multiplier.lane == 0))
-        self._next(turn)
+        if cutlass.const_expr(piece == self.pieces - 1):
+            arrive(self._empty(base, slot), Int32(multiplier.lane == 0))
+            self._next(turn)
+
+    def _skip(self, turn: Any, count: Any) -> None:
+        """Pass ``count`` records over."""
+        end = turn[SLOT] + count
+        turn[SLOT] = end % self.schedule.slots
+        turn[PARITY] = turn[PARITY] ^ (end // self.schedule.slots & 1)

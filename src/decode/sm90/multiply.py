@@ -11,12 +11,10 @@ from cutlass import Float32, Int32, cute
 from epicute.decode.geometry import (
     BAND,
     OPERAND_ROW,
-    WARPS,
     partial_place,
     segment_blocks,
     segments_of,
     share_of,
-    shares_of,
     span_of,
     vector_place,
     warp_rows,
@@ -69,14 +67,18 @@ class Multiplier:
         self.convert = Convert(self.record.bits, problem.dtype, schedule.conversion)
         rows = warp_rows(self.record.bits, schedule.mma)
         self.row_tiles, self.columns = rows // TILE_ROWS, schedule.rows // 8
-        self.shares = shares_of(self.record.bits, schedule.mma)
-        parts = WARPS // self.shares
-        self.part, self.share = warp % parts, warp // parts
+        self.shares, parts = self.shared.shares, BAND // rows
+        self.part, self.team = warp % parts, warp // parts
+        self.share = self.team if self.shares > 1 else 0
         self.lane = lane
         self.row = self.part * rows + lane // 4
         self.count = self.row_tiles * self.columns * 4
-        self.sums = cute.make_rmem_tensor(schedule.wide * self.count, Float32)
+        self.sums = cute.make_rmem_tensor(self.held() * self.count, Float32)
         self.which = 0
+
+    def held(self) -> int:
+        """Bands whose sums are held together."""
+        return self.schedule.wide
 
     def _register(self, tile: int, column: int, i: int) -> int:
         return self.which * self.count + (tile * self.columns + column) * 4 + i
@@ -86,10 +88,16 @@ class Multiplier:
         self.sums.fill(0.0)
 
     @cute.jit
-    def run(self, record: Int32, x: Int32, which: cutlass.Constexpr = 0) -> None:
+    def run(
+        self,
+        record: Int32,
+        x: Int32,
+        which: cutlass.Constexpr = 0,
+        piece: cutlass.Constexpr = 0,
+    ) -> None:
         """Multiply the warp's share of the record at ``record`` with the activations at ``x``.
 
-        ``which``: of the bands that are held together, the record's.
+        ``which``: of the bands that are held together, the record's. ``piece``: of the record; here all is one.
         """
         self.which = which
         segments = segments_of(self.record)

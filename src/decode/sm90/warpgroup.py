@@ -1,4 +1,4 @@
-"""A warpgroup's share of a record: A from registers, x from shared memory by descriptor. Imports the DSL.
+"""A record by a warpgroup: A from registers, x from shared memory by descriptor. Imports the DSL.
 
 Warp w of the four has row tile w of the record, in the registers in which `mma.sync` would have it; sums stand where
 `mma.sync` would leave them. What a group's products are while they run:
@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import cutlass
-from cutlass import Int32, cute
+from cutlass import Int32
 
-from epicute.decode.geometry import OPERAND_ROW, segment_blocks, segments_of, share_of
+from epicute.decode.geometry import OPERAND_ROW
 from epicute.decode.sm90.multiply import Multiplier
 from epicute.decode.sm90.ptx import (
     wgmma,
@@ -36,6 +35,11 @@ STEPS = BLOCK // 16
 UNIT = 16
 """Bytes that a descriptor counts in."""
 
+NARROW = 4
+"""Eights of rows of x up to which a group's products may run while the next group's begin: beyond, two groups' sums do
+not fit the registers.
+"""
+
 STEP_BYTES = 32
 """Bytes of a row of x that one product reads."""
 
@@ -43,7 +47,7 @@ STEP_BYTES = 32
 class Batch(NamedTuple):
     """Products that are begun together: of one block, or of a half where groups are 32 wide.
 
-    ``group``: counted from the first of the share, where a group has its sums of its own; ``last`` of it.
+    ``group``: where a group has its sums of its own; ``last`` of it.
     """
 
     block: int
@@ -60,64 +64,66 @@ class WarpgroupMultiplier(Multiplier):
         """Bytes of x from one block of k to the next."""
         return self.schedule.rows * OPERAND_ROW
 
-    @cute.jit
-    def run(self, record: Int32, x: Int32, which: cutlass.Constexpr = 0) -> None:
-        """Multiply the warpgroup's share of the record at ``record`` with the activations at ``x``."""
+    def held(self) -> int:
+        """Of tiles that are held together each warpgroup has every other one."""
+        return -(-self.schedule.wide // 2)
+
+    def run(self, record: Int32, x: Int32, which: int = 0, piece: int = 0) -> None:
+        """Multiply a piece of the record at ``record`` with the activations at ``x``. ``which``: of the warpgroup's own
+        bands.
+        """
         self.which = which
-        segments = segments_of(self.record)
-        if cutlass.const_expr(segments % self.shares == 0):
-            count = segments // self.shares
-            self._share(record, x, self.share * count, count)
-        else:
-            first, end = share_of(self.share, self.shares, segments)
-            for i in cutlass.range(first, end, unroll=1):
-                self._share(record, x, i, 1)
-
-    def _batches(self, blocks: int) -> list[Batch]:
-        """What a share of ``blocks`` blocks is multiplied in."""
-        group = self.record.group
-        steps = 2 if group == 32 else STEPS
-        whole = blocks * BLOCK if group in (0, self.record.depth) else group
-        found = []
-        for start in range(0, blocks * STEPS, steps):
-            block, step = divmod(start, STEPS)
-            end = (start + steps) * 16
-            last = end % whole == 0
-            found.append(Batch(block, range(step, step + steps), (end - 1) // whole, last))
-        return found
-
-    def _share(self, record: Any, x: Any, segment: Any, count: int) -> None:
-        """Multiply ``count`` segments from ``segment`` on."""
-        first, blocks = segment * segment_blocks(self.record), count * segment_blocks(self.record)
-        codes = Int32(record) + Int32(self.record.load_offset(first, self.part, 0, self.lane))
-        rows = wgmma_descriptor(Int32(x) + Int32(first * self.block_bytes))
+        codes = Int32(record) + Int32(self.record.load_offset(0, self.part, 0, self.lane))
+        rows = wgmma_descriptor(Int32(x))
         scaled = self.record.group > 0
-        index = Int32(0)
-        if self.record.group not in (0, self.record.depth):
-            index = Int32(first * BLOCK // self.record.group)
         held = [self.sums[self._register(0, 0, i)] for i in range(self.count)]
         sums = None if scaled else held
         zeros: Any = None
         before: tuple[Any, ...] | None = None
-        for batch in self._batches(blocks):
+        for batch in self._batches(piece):
             if zeros is None:
-                zeros = self._zeros(record, index + batch.group)
+                zeros = self._zeros(record, batch.group)
                 negatives = self._negatives(zeros)
-            sums = self._begin(codes, rows, batch, negatives, sums)
+            found = self._fragments(codes, batch, negatives)
+            if before is not None and before[2] and self.columns > NARROW:
+                self._settle(record, before, 0)
+                before = None
+            sums = self._begin(found, rows, batch, sums)
             self._settle(record, before, 1)
-            before = (index + batch.group, sums, batch.last)
+            before = (batch.group, sums, batch.last)
             if batch.last and scaled:
                 sums, zeros = None, None
         self._settle(record, before, 0)
 
-    def _begin(self, codes: Any, rows: Any, batch: Batch, negatives: Any, sums: Any) -> Any:
-        """Convert a batch's codes and begin its products."""
+    def _batches(self, piece: int) -> list[Batch]:
+        """What a piece of a record is multiplied in."""
+        blocks = self.record.blocks // self.shared.pieces
+        group = self.record.group
+        steps = 2 if group == 32 else STEPS
+        one = group in (0, self.record.depth)
+        whole = blocks * BLOCK if one else group
+        found = []
+        first = piece * blocks * STEPS
+        for start in range(first, first + blocks * STEPS, steps):
+            block, step = divmod(start, STEPS)
+            end = (start + steps) * 16
+            last = end % whole == 0
+            index = 0 if one else (end - 1) // whole
+            found.append(Batch(block, range(step, step + steps), index, last))
+        return found
+
+    def _fragments(self, codes: Any, batch: Batch, negatives: Any) -> list[Any]:
+        """Registers of A of a batch."""
         loads = self._loads(codes, batch.block, 0)
         minus = None if negatives is None else negatives[0]
-        found = [a for step in batch.steps for a in self.convert.fragment(loads, step, minus)]
+        return [a for step in batch.steps for a in self.convert.fragment(loads, step, minus)]
+
+    def _begin(self, found: list[Any], rows: Any, batch: Batch, sums: Any) -> Any:
+        """Begin a batch's products."""
         found, sums = wgmma_fence(found, sums)
         for i, step in enumerate(batch.steps):
-            b = rows + (batch.block * self.block_bytes + step * STEP_BYTES) // UNIT
+            block = batch.block % (self.record.blocks // self.shared.pieces)
+            b = rows + (block * self.block_bytes + step * STEP_BYTES) // UNIT
             a = found[4 * i : 4 * i + 4]
             sums = wgmma(self.problem.dtype, a, b, self.schedule.rows, sums)
         wgmma_commit()
