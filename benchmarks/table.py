@@ -355,7 +355,7 @@ def _short(why: str, most: int = 300) -> str:
 KEYS = ("weights", "accumulate")
 KEYS_OF = {
     "attention": ("head_dim", "mix"),
-    "prefill-layer": ("shape", "weights", "accumulate"),
+    "prefill-layer": ("weights", "accumulate"),
     "packed-prefill": ("weights", "accumulate"),
     "prefill-model": ("shape", "weights"),
     "projections": ("weights", "variant"),
