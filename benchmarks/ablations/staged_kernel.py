@@ -15,13 +15,13 @@ from epicute.attention.decode_fragments import TileLayout
 from epicute.attention.sm90.decode_kernel import HopperDecode
 from epicute.attention.sm90.decode_operands import Int4Operands, TableOperands, query_place
 from epicute.attention.sm90.decode_ptx import (
-    load_matrices,
     permute_bytes,
     shared_load,
     shared_store,
     shift_right,
 )
 from epicute.attention.sm90.decode_steps import DecodeSteps
+from epicute.decode.sm90.ptx import load_matrices
 from epicute.epilogues.dsl import pack_words
 from epicute.layouts.kv_int4 import ZERO_CODE, nibble_of_channel
 

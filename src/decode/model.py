@@ -94,7 +94,7 @@ def choose(
     Args:
         invariant: choose what orders and rounds sums alike for all buckets.
         mma: ``"sync"`` or ``"wgmma"`` alone; by default the better one: up to 8 rows, and for all where ``invariant``,
-            ``"sync"``.
+            ``"sync"``. With ``"wgmma"`` tiles that are held together may still differ between buckets.
 
     Raises UnsupportedError where no schedule fits: units or heads too wide for so many rows.
     """

@@ -15,7 +15,7 @@ import torch
 from epicute.decode.geometry import BAND, MMAS, pitch_of, shares_of, span_of, warp_rows
 from epicute.errors import require
 from epicute.jit import Target
-from epicute.layouts import Record, Records
+from epicute.layouts import BLOCK, Record, Records
 
 __all__ = [
     "BUCKETS",
@@ -120,7 +120,7 @@ class FewRowSchedule:
         cluster: CTAs that share a tile's k: 1, 2, 4 or 8.
         slots: records that the ring holds. in_flight: of them under way at once.
         chunks: of x along k that shared memory holds, a record's worth each, or half of that (``Shared.pieces``).
-            Where that is all of a CTA's share, x is read once; else it is read again for every band.
+            Where that is all of a CTA's share, x is read once; else again for every ``wide`` tiles.
         conversion: how INT4 codes become numbers (see ``sm90.convert``): ``"sums"``, ``"registers"`` or ``"bias"``; or
             ``"integers"``, x becomes integers (see ``sm90.integers``). With ``mma`` ``"wgmma"`` always ``"registers"``:
             the others would be one more product for each.
@@ -251,18 +251,18 @@ class Shared:
 
     @property
     def direct(self) -> bool:
-        """Whether x comes by TMA as it is. Else consumers copy it: with gains, as integers, or so few rows that they
-        are there as soon.
+        """Whether x comes by TMA as it is. Else consumers copy it: with gains, as integers, so few rows that they are
+        there as soon, or of one block of k, of which TMA would not know where it ends.
         """
         plain = not self.problem.gain and self.schedule.conversion != "integers"
-        return plain and self.schedule.rows > BUCKETS[0]
+        return plain and self.schedule.rows > BUCKETS[0] and self.problem.depth > BLOCK
 
     @property
     def pieces(self) -> int:
         """Chunks of x that go with a record: two where so many rows of it are so large that few whole ones fit."""
         record, schedule = self.problem.record, self.schedule
         wanted = schedule.mma == "wgmma" and schedule.rows == BUCKETS[-1] and schedule.wide == 1
-        alone = record.group in (0, record.depth) or record.depth // 2 % record.group == 0
+        alone = record.group == 0 or record.depth // 2 % record.group == 0  # not one scale for all
         return 2 if self.direct and wanted and alone and record.blocks % 2 == 0 else 1
 
     @property

@@ -237,7 +237,12 @@ def test_tiles_that_are_held_while_x_is_read(
     [
         ("sync", 16, 40, 2600, {"chunks": 2}),
         ("sync", 16, 13, 603, {"chunks": 2, "cluster": 2}),
+        ("sync", 16, 40, 1300, {"chunks": 2, "cluster": 2}),
+        ("sync", 16, 40, 2300, {"chunks": 3, "cluster": 2}),
         ("wgmma", 32, 70, 2600, {"chunks": 2}),
+        ("wgmma", 32, 70, 2600, {"chunks": 2, "wide": 4, "sums": 1}),
+        ("wgmma", 32, 70, 1300, {"chunks": 2, "cluster": 2, "in_flight": 3}),
+        ("wgmma", 16, 40, 2600, {"chunks": 2, "wide": 3, "sums": 1, "in_flight": 3}),
         ("wgmma", 32, 70, 2600, {"chunks": 2, "wide": 4, "sums": 2}),
         ("wgmma", 16, 16, 2600, {"chunks": 2, "wide": 3, "cluster": 2}),
         ("wgmma", 64, 130, 2600, {"chunks": 3}),
@@ -251,11 +256,28 @@ def test_rows_come_by_tma(mma: str, rows: int, m: int, k: int, changes: dict[str
     FewJob(case, m).emulate(clusters=2, seed=m, races=rows < 64)
 
 
-@pytest.mark.parametrize("wide", [1, 2])
-def test_gains_are_taken_up_where_warpgroups_have_tiles_of_their_own(wide: int) -> None:
-    """Consumers copy x, phase by phase, and not TMA."""
-    changes = formed("wgmma", cluster=1, chunks=2, slots=3, in_flight=2, wide=wide)
-    FewJob(Few(PLAIN, 200, 2600, rows=32, gain=True, changes=changes), 30).emulate(clusters=2)
+@pytest.mark.parametrize(("wide", "chunks", "slots"), [(1, 2, 3), (2, 2, 3), (2, 4, 2)])
+def test_gains_are_taken_up_where_warpgroups_have_tiles_of_their_own(
+    wide: int, chunks: int, slots: int
+) -> None:
+    """Consumers copy x, phase by phase, and not TMA; a warpgroup passes over more records than the ring holds."""
+    changes = formed("wgmma", cluster=1, chunks=chunks, slots=slots, in_flight=2, wide=wide)
+    FewJob(Few(PLAIN, 200, 2600, rows=16, gain=True, changes=changes), 13).emulate(clusters=2)
+
+
+@pytest.mark.parametrize("mma", MMAS)
+def test_a_k_of_less_than_a_group_has_nothing_behind_it(mma: str) -> None:
+    """What is beyond K counts as zero, also where x is infinite before it."""
+    case = few(k=60, rows=16, changes=formed(mma))
+    job = FewJob(case, 16)
+    job.x[3, 7] = torch.inf
+    wanted = job.sums()[:, :]
+    with suppress(AssertionError):  # infinities are no sums of whole numbers
+        job.emulate()
+    found = job.outputs["out"].tensor.double()
+    rows = [row for row in range(16) if row != 3]
+    assert torch.equal(found[rows], wanted[rows])
+    assert not torch.isfinite(found[3]).any()
 
 
 @pytest.mark.parametrize("cluster", [1, 2])

@@ -2,7 +2,7 @@
 
 Three warps add a CTA's partial sums up, in the order of its shares, four features a thread, and send what they have to
 the CTA that finishes that row of x: one `st.async` of 16 bytes, which counts on an mbarrier there. The receiver adds
-what has come from all CTAs, in the order of k.
+what has come from all CTAs, in their order.
 
     partial sums of this CTA        share 0 | share 1 | ...     each: rows of x, by features of the tile
     sums that arrive at this CTA    CTA 0   | CTA 1   | ...     each: rows that this CTA finishes, by features

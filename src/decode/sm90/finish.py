@@ -110,7 +110,7 @@ class FewRowDriver(Driver):
         return found
 
     def _sum(self, base: Any, feature: int, row: Any, lane: Any) -> list[Any]:
-        """Two adjacent features' partial sums, added up in the order of k."""
+        """Two adjacent features' partial sums, added up in the order of their shares."""
         owned, tile, cluster = self.schedule.owned, self.problem.tile, self.schedule.cluster
         senders = cluster if cluster > 1 else self.shared.shares
         column = Int32(feature) + 2 * lane

@@ -1,18 +1,18 @@
 """Few-row projection for Hopper: D = epilogue(X · Wᵀ) for up to 64 rows of X at a time. Imports the DSL.
 
 The weight is the MMA's A operand, dequantised in registers; the rows of X are its columns. It is streamed record by
-record (``layouts.decode_order``) through a ring by a warp that waits for nobody: with programmatic dependent launch
-it reads weights while the kernel before is still at work, up to what the ring holds.
+record (``layouts.decode_order``) through a ring, from before the kernel in front has ended on: with programmatic
+dependent launch as much of it as the ring holds is read while that is still at work.
 
     warp 0        one bulk copy a record, at most ``in_flight`` under way; X by TMA (``produce``)   (few registers)
     warps 1-3     stage the epilogue's vector operands, one tile ahead; in turns the epilogue, eight rows of X a warp
     warps 4-11    multiply: every warp has a share of each record, or a warpgroup every other record   (the rest)
 
     barriers      full[s]     one producer arrive + bytes of a record                        ring -> consumers
-                  empty[s]    the consumer warps that multiply it                            consumers -> ring
-                  x full[s], x empty[s]     the same of a chunk of X; always all eight warps
+                  empty[s]    the eight consumer warps                                       consumers -> ring
+                  x full[s], x empty[s]     the same of a chunk of X
                   ready[2]    96 staging threads; taken[2]: the parts of the tile's epilogue
-                  added[b]    the consumer warps of a tile: their sums of it are written
+                  added[b]    every consumer warp: what it has of a tile's sums is written
                   read[b]     warps 1-3: the sums may be written over
                   came[b]     in a cluster: one arrive + bytes of the sums of all its CTAs   warps 1-3 -> warps 1-3
                   used[b]     warps 1-3 of every CTA: what has come may be written over; not of the last tiles
@@ -138,13 +138,11 @@ class FewRowGemm(Producer):
         """Set the barriers up, so that all of the cluster see them."""
         if thread == 0:
             slots = self.schedule.slots
-            readers = 4 if cutlass.const_expr(self.wgmma) else WARPS
             for slot in cutlass.range_constexpr(slots):
                 cute.arch.mbarrier_init(barrier_at(self._full(base, slot)), 1)
-                cute.arch.mbarrier_init(barrier_at(self._empty(base, slot)), readers)
+                cute.arch.mbarrier_init(barrier_at(self._empty(base, slot)), WARPS)
             counts = [c for c in (STAGERS, self.tasks) for _ in range(STAGED)]
-            adding = 4 if cutlass.const_expr(self.teams) else WARPS
-            counts += [c for c in (adding, FINISHERS) for _ in range(self.schedule.sums)]
+            counts += [c for c in (WARPS, FINISHERS) for _ in range(self.schedule.sums)]
             both = (1, FINISHERS * self.cluster)
             counts += [c for c in both for _ in range(self.shared.arriving)]
             chunks = self.schedule.chunks * self.direct
@@ -255,15 +253,15 @@ class FewRowGemm(Producer):
 
     @cute.jit
     def _pair(self, base, walk, multiplier, turn, first, count, pair: cutlass.Constexpr) -> None:
-        """Two tiles' records, each by its warpgroup, which passes the other's over."""
+        """Two tiles' records, each by its warpgroup; the other passes them over."""
         both = pair + 1 < self.schedule.wide
         one = count * Int32(first < walk.count)
         two = count * Int32(first + 1 < walk.count) * int(both)
         team = multiplier.team
-        self._skip(turn, one * team)
+        self._pass(base, multiplier, turn, one * team)
         mine = cutlass.select_(team == 0, one, two)
         self._records(base, multiplier, turn, Int32(mine), pair // 2)
-        self._skip(turn, two * (1 - team))
+        self._pass(base, multiplier, turn, two * (1 - team))
 
     @cute.jit
     def _begin_phase(self, arguments, base, walk, turn, m, phase, thread) -> None:
@@ -279,9 +277,7 @@ class FewRowGemm(Producer):
         if cutlass.const_expr(self.direct):
             cute.arch.sync_warp()
             arrive(self._x_empty(base, turn[X_SLOT]), Int32(multiplier.lane == 0))
-            last = Int32(turn[X_SLOT] == self.schedule.chunks - 1)
-            turn[X_SLOT] = (turn[X_SLOT] + 1) * (1 - last)
-            turn[X_PARITY] = turn[X_PARITY] ^ last
+            self._next(turn, X_SLOT, self.schedule.chunks)
 
     @cute.jit
     def _await_rows(self, base, slot, parity) -> None:
@@ -294,19 +290,22 @@ class FewRowGemm(Producer):
 
     @cute.jit
     def _send_alive(self, base, walk, multiplier, turn, i, which: cutlass.Constexpr) -> None:
-        """Hand the sums of the ``i``-th tile on, where there is one: of teams, its own does."""
+        """Hand the sums of the ``i``-th tile on, where there is one: of warpgroups with tiles of their own, its owner.
+
+        The other sees every phase of the barriers too: one that passes unseen would be taken for another.
+        """
         if i < walk.count:
+            self._await_read(base, turn[TILE])
             if cutlass.const_expr(self.teams):
                 if multiplier.team == which % 2:
                     self._send(base, multiplier, turn, which // 2)
             else:
                 self._send(base, multiplier, turn, which)
+            self.multiplier.announce(multiplier, self._added(base, turn[TILE]))
             turn[TILE] = turn[TILE] + 1
 
     def _send(self, base: Any, multiplier: Any, turn: Any, which: int) -> None:
-        self._await_read(base, turn[TILE])
         self.multiplier.send(multiplier, self._sums(base, turn[TILE]), Int32(0), which)
-        self.multiplier.announce(multiplier, self._added(base, turn[TILE]))
 
     def _await_read(self, base: Any, count: Any) -> None:
         """Until the buffer of the ``count``-th tile's sums is free."""
@@ -328,7 +327,7 @@ class FewRowGemm(Producer):
             if multiplier.team == chunk % 2:
                 self._multiply(base, multiplier, turn, place, 0, piece)
             elif cutlass.const_expr(piece == self.pieces - 1):
-                self._next(turn)
+                self._pass(base, multiplier, turn, Int32(1))
         else:
             self._multiply(base, multiplier, turn, place, 0, piece)
 
@@ -344,10 +343,14 @@ class FewRowGemm(Producer):
         cute.arch.sync_warp()
         if cutlass.const_expr(piece == self.pieces - 1):
             arrive(self._empty(base, slot), Int32(multiplier.lane == 0))
-            self._next(turn)
+            self._next(turn, SLOT, self.schedule.slots)
 
-    def _skip(self, turn: Any, count: Any) -> None:
-        """Pass ``count`` records over."""
-        end = turn[SLOT] + count
-        turn[SLOT] = end % self.schedule.slots
-        turn[PARITY] = turn[PARITY] ^ (end // self.schedule.slots & 1)
+    @cute.jit
+    def _pass(self, base, multiplier, turn, count) -> None:
+        """Pass ``count`` records over, which the other warpgroup multiplies; each phase of their barriers is seen."""
+        for _ in cutlass.range(count, unroll=1):
+            slot = turn[SLOT]
+            cute.arch.mbarrier_wait(barrier_at(self._full(base, slot)), turn[PARITY])
+            cute.arch.sync_warp()
+            arrive(self._empty(base, slot), Int32(multiplier.lane == 0))
+            self._next(turn, SLOT, self.schedule.slots)

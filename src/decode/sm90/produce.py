@@ -177,8 +177,7 @@ class Producer(Finishers):
             if turn[PENDING] >= 0:
                 turn[PENDING] = turn[PENDING] + 1
             else:
-                first = walk.along * self.pieces
-                self._fetch_rows(boxes, base, turn, m, first + chunk, lane)
+                self._fetch_rows(boxes, base, turn, walk, m, chunk, lane)
 
     @cute.jit
     def _open_rows(self, boxes, base, turn, walk, lane) -> None:
@@ -186,30 +185,31 @@ class Producer(Finishers):
         pending = turn[PENDING]
         if pending >= 0:
             cute.arch.griddepcontrol_wait()
-            first, count = walk.along * self.pieces, walk.chunks * self.pieces
+            count = walk.chunks * self.pieces
             for i in cutlass.range(pending, unroll=1):
-                self._fetch_rows(boxes, base, turn, Int32(0), first + i % count, lane)
+                self._fetch_rows(boxes, base, turn, walk, Int32(0), i % count, lane)
             turn[PENDING] = Int32(-1)
 
     @cute.jit
-    def _fetch_rows(self, boxes, base, turn, m, chunk, lane) -> None:
-        """Begin the copy of a chunk of x, once its place is free; zeros for what there is none of."""
+    def _fetch_rows(self, boxes, base, turn, walk, m, chunk, lane) -> None:
+        """Begin the copy of a CTA's ``chunk``-th chunk of x, once its place is free; zeros where there is nothing."""
         atom, source, target = boxes
-        slot, blocks = turn[X_SLOT], self.blocks
-        cute.arch.mbarrier_wait(barrier_at(self._x_empty(base, slot)), turn[X_PARITY] ^ 1)
+        slot, parity, blocks = turn[X_SLOT], turn[X_PARITY], self.blocks
+        if cutlass.const_expr(self.resident):
+            # Every chunk has its place, also where this CTA has fewer of them than others of its cluster.
+            slot, parity = chunk, m & 1
+        cute.arch.mbarrier_wait(barrier_at(self._x_empty(base, slot)), parity ^ 1)
         full = self._x_full(base, slot)
         expect(full, self.shared.chunk, Int32(lane == 0))
         cute.arch.sync_warp()
         for block in cutlass.range_constexpr(blocks):
             cute.copy(
                 atom,
-                source[None, m, chunk * blocks + block],
+                source[None, m, (walk.along * self.pieces + chunk) * blocks + block],
                 target[None, slot * blocks + block],
                 tma_bar_ptr=barrier_at(full),
             )
-        last = Int32(slot == self.schedule.chunks - 1)
-        turn[X_SLOT] = (slot + 1) * (1 - last)
-        turn[X_PARITY] = turn[X_PARITY] ^ last
+        self._next(turn, X_SLOT, self.schedule.chunks)
 
     @cute.jit
     def _fetch(self, boxes, base, turn, walk, source, lane) -> None:
@@ -231,10 +231,10 @@ class Producer(Finishers):
             policy = streaming() if cutlass.const_expr(self.schedule.evict_first) else None
             bulk_copy(base + slot * self.shared.slot, source, self.record.size, full, policy)
         cute.arch.sync_warp()
-        self._next(turn)
+        self._next(turn, SLOT, slots)
 
-    def _next(self, turn: Any) -> None:
-        """Go on to the next slot; the parity turns where the ring begins again."""
-        last = Int32(turn[SLOT] == self.schedule.slots - 1)
-        turn[SLOT] = (turn[SLOT] + 1) * (1 - last)
-        turn[PARITY] = turn[PARITY] ^ last
+    def _next(self, turn: Any, at: int, count: int) -> None:
+        """Go on to the next of ``count`` slots, in the state at ``at``; the parity turns where they begin again."""
+        last = Int32(turn[at] == count - 1)
+        turn[at] = (turn[at] + 1) * (1 - last)
+        turn[at + 1] = turn[at + 1] ^ last
