@@ -8,25 +8,20 @@ by everybody, a row for each.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.blocks import Block, allowed
 from benchmarks.check import checker
-from benchmarks.footprint import Footprints
 from benchmarks.harness import Options, Session, fill
+from benchmarks.layer_session import LayerSession, named
 from benchmarks.mixes import LONGEST, MIXES, requests
 from benchmarks.our_block import PAGE, OurBlock
 from benchmarks.ours import once
-from benchmarks.prefill_layer import compiled, footed, said
 from benchmarks.provenance import Provenance
 from benchmarks.table import Row, Table
 from benchmarks.timing import Timer
-from benchmarks.torch_block import chosen, compiled_block, fastest
-from benchmarks.work import LAYER_FLOOR, layer_floor
+from benchmarks.work import LAYER_FLOOR
 from epicute.models.shapes import SHAPES
 
 __all__ = ["PAPER", "PROTOCOL", "cases", "kernels", "measure", "table"]
@@ -47,42 +42,26 @@ LAYOUTS = ("packed", "padded")
 
 def measure(block: Block, session: Session) -> list[Row]:
     """The rows of one mix, one for each way to add FP8 products."""
-    torch._dynamo.reset()  # its cache is per function and full after eight shapes
+    layers = LayerSession(block, session)
     check = checker({"out": block.exact()}, block.view, lambda _: allowed(WEIGHTS))
-    fast, own = fastest(block, session.timer), chosen(block)
-    prints = Footprints()
     for accumulate in ACCUMULATE:
         for layout in LAYOUTS:
-            mine, name = ours_of(block, layout, accumulate), f"ours-{layout}-{accumulate}"
-            held = partial(getattr, mine, "nbytes")
-            session.add(name, prints.watched(name, mine.runner, held), check)
-        for name, backend in compiled(WEIGHTS, accumulate, fast, own).items():
-            build = partial(compiled_block, block, WEIGHTS, backend, accumulate)
-            session.add(name, prints.watched(name, build), check)
-    session.measure(block.copies, block.least_us)
-    variant = f"sdpa {said(fast)}, by default {said(own)}"
-    return [row(block, a, fast == own, variant, session, prints) for a in ACCUMULATE]
+            mine = ours_of(block, layout, accumulate)
+            layers.add_ours(named(f"ours-{layout}", WEIGHTS, accumulate), mine, check)
+        layers.add_compiled(WEIGHTS, accumulate, check)
+    layers.measure()
+    return [row(layers, accumulate) for accumulate in ACCUMULATE]
 
 
-def row(
-    block: Block,
-    accumulate: str,
-    same: bool,
-    variant: str,
-    session: Session,
-    prints: Footprints,
-) -> Row:
-    """The mix's row; ``same``: PyTorch's choice is the fastest back-end."""
-    peers = {"ours-padded": f"ours-padded-{accumulate}", "compile-fp8": "compile-fp8"}
+def row(layers: LayerSession, accumulate: str) -> Row:
+    """The mix's row."""
+    peers = {"ours-padded": named("ours-padded", WEIGHTS, accumulate), "compile-fp8": "compile-fp8"}
     if accumulate == "fast":
-        peers["compile-fp8-default"] = "compile-fp8" if same else "compile-fp8-default"
+        peers["compile-fp8-default"] = layers.default
     else:
         peers["compile-fp8-precise"] = "compile-fp8-precise"
-    case = {**block.case, "weights": WEIGHTS, "accumulate": accumulate, "page": PAGE}
-    ours = f"ours-packed-{accumulate}"
-    floor = layer_floor(block.shape, block.lengths, WEIGHTS)
-    found = session.row({**case, "variant": variant}, ours, peers, floor)
-    return footed(found, {"ours": ours, **peers}, session, prints)
+    fields = {"weights": WEIGHTS, "accumulate": accumulate, "page": PAGE}
+    return layers.row(fields, named("ours-packed", WEIGHTS, accumulate), peers)
 
 
 def ours_of(block: Block, layout: str, accumulate: str) -> OurBlock:

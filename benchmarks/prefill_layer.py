@@ -9,40 +9,24 @@ values go to a dense cache. ``ours-rolled`` also rolls its scales, as an invocat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.nn.attention import SDPBackend
-
 from benchmarks.blocks import Block, allowed
 from benchmarks.check import checker
-from benchmarks.footprint import Footprints
 from benchmarks.harness import Options, Session, fill
+from benchmarks.layer_session import LayerSession, named
 from benchmarks.our_block import OurBlock
 from benchmarks.ours import once
 from benchmarks.provenance import Provenance
 from benchmarks.table import Row, Table
 from benchmarks.timing import Timer
-from benchmarks.torch_block import chosen, compiled_block, fastest
-from benchmarks.work import LAYER_FLOOR, layer_floor
+from benchmarks.work import LAYER_FLOOR
 from epicute.models.shapes import SHAPES
 
-__all__ = [
-    "PAPER",
-    "PROTOCOL",
-    "cases",
-    "compiled",
-    "footed",
-    "kernels",
-    "measure",
-    "named",
-    "said",
-    "table",
-]
+__all__ = ["PAPER", "PROTOCOL", "cases", "kernels", "measure", "table"]
 
 PAPER = (
     "FuTransformer (arXiv 2610.23796), sections 4.1, 4.2 and 4.7, figure 1 and table 8: one layer at "
@@ -66,22 +50,16 @@ ROWS = (("fp8", "fast"), ("fp8", "precise"), ("bf16", "fast"))
 
 def measure(block: Block, session: Session) -> list[Row]:
     """The rows of one shape and length: see ``ROWS``."""
-    torch._dynamo.reset()  # its cache is per function and full after eight shapes
-    exact, prints = {"out": block.exact()}, Footprints()
-    fast, own = fastest(block, session.timer), chosen(block)
+    layers, exact = LayerSession(block, session), {"out": block.exact()}
     for weights, accumulate in ROWS:
         check = checker(exact, block.view, partial(_allowed, weights))
-        mine, name = ours_of(block, weights, accumulate), named("ours", weights, accumulate)
-        held = partial(getattr, mine, "nbytes")
-        session.add(name, prints.watched(name, mine.runner, held), check)
+        mine = ours_of(block, weights, accumulate)
+        layers.add_ours(named("ours", weights, accumulate), mine, check)
         if mine.spec.delayed and accumulate == "fast":
             session.add("ours-rolled", partial(mine.runner, roll=True), check)
-        for peer, backend in compiled(weights, accumulate, fast, own).items():
-            build = partial(compiled_block, block, weights, backend, accumulate)
-            session.add(peer, prints.watched(peer, build), check)
-    session.measure(block.copies, block.least_us)
-    variant = f"sdpa {said(fast)}, by default {said(own)}"
-    return [row(block, *which, fast == own, variant, session, prints) for which in ROWS]
+        layers.add_compiled(weights, accumulate, check)
+    layers.measure()
+    return [row(layers, *which) for which in ROWS]
 
 
 def ours_of(block: Block, weights: str, accumulate: str) -> OurBlock:
@@ -89,66 +67,20 @@ def ours_of(block: Block, weights: str, accumulate: str) -> OurBlock:
     return OurBlock(block, weights, accumulate=accumulate if weights == "fp8" else None)
 
 
-def named(who: str, weights: str, accumulate: str) -> str:
-    """A candidate's name: ``compile-fp8``, ``ours-fp8-precise``."""
-    return f"{who}-{weights}" + "-precise" * (accumulate == "precise")
-
-
 def _allowed(weights: str, output: str) -> Any:
     return allowed(weights)
 
 
-def compiled(
-    weights: str, accumulate: str, fast: SDPBackend, own: SDPBackend
-) -> dict[str, SDPBackend | None]:
-    """Compiled candidates of a row and the back-end of each; None leaves it to PyTorch."""
-    found: dict[str, SDPBackend | None] = {named("compile", weights, accumulate): fast}
-    if weights == "fp8" and accumulate == "fast" and own != fast:
-        found["compile-fp8-default"] = None
-    return found
-
-
-def said(backend: SDPBackend) -> str:
-    """A back-end's name: ``cudnn``, ``flash``."""
-    return backend.name.lower().removesuffix("_attention")
-
-
-def row(
-    block: Block,
-    weights: str,
-    accumulate: str,
-    same: bool,
-    variant: str,
-    session: Session,
-    prints: Footprints,
-) -> Row:
-    """The block's row of ``ROWS``; ``same``: PyTorch's choice is the fastest back-end."""
+def row(layers: LayerSession, weights: str, accumulate: str) -> Row:
+    """The row of ``ROWS``."""
     peers = {"compile-bf16": "compile-bf16"}
     if weights == "fp8":
-        default = "compile-fp8" if same else "compile-fp8-default"
-        peers = {"compile-fp8": "compile-fp8", "compile-fp8-default": default, **peers}
+        peers = {"compile-fp8": "compile-fp8", "compile-fp8-default": layers.default, **peers}
         peers |= {"ours-rolled": "ours-rolled", "ours-bf16": "ours-bf16"}
     if accumulate == "precise":
         peers = {name: name for name in ("compile-fp8-precise", "compile-fp8", "compile-bf16")}
-    ours = named("ours", weights, accumulate)
-    case = {**block.case, "weights": weights, "accumulate": accumulate, "variant": variant}
-    floor = layer_floor(block.shape, block.lengths, weights)
-    found = session.row(case, ours, peers, floor)
-    return footed(found, {"ours": ours, **peers}, session, prints)
-
-
-def footed(found: Row, candidates: Mapping[str, str], session: Session, prints: Footprints) -> Row:
-    """A row with its peers' errors and everybody's footprint.
-
-    ``candidates``: name in the table → candidate; those that were not timed are left out.
-    """
-    timed = {n: c for n, c in candidates.items() if c in session.times}
-    errors = {n: session.errors[c].json() for n, c in timed.items() if n != "ours"}
-    counts = {
-        kind: {n: noted[c] for n, c in timed.items() if c in noted}
-        for kind, noted in (("launches", prints.launches), ("peak_bytes", prints.peak_bytes))
-    }
-    return replace(found, errors=errors, **counts)
+    fields = {"weights": weights, "accumulate": accumulate}
+    return layers.row(fields, named("ours", weights, accumulate), peers)
 
 
 def cases(options: Options) -> Iterator[Block]:

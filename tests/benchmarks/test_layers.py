@@ -16,7 +16,15 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from benchmarks import blocks, layer_accuracy, our_block, packed_prefill, prefill_layer, torch_block
+from benchmarks import (
+    blocks,
+    layer_accuracy,
+    layer_session,
+    our_block,
+    packed_prefill,
+    prefill_layer,
+    torch_block,
+)
 from benchmarks.blocks import Block, allowed
 from benchmarks.check import Error, compare
 from benchmarks.harness import Options, Session
@@ -90,7 +98,7 @@ def test_a_layer(equal: Block, timer: Timer, source: Provenance) -> None:
 def test_another_default_is_timed_apart(
     equal: Block, monkeypatch: pytest.MonkeyPatch, timer: Timer, source: Provenance
 ) -> None:
-    monkeypatch.setattr(prefill_layer, "chosen", lambda block: SDPBackend.CUDNN_ATTENTION)
+    monkeypatch.setattr(layer_session, "chosen", lambda block: SDPBackend.CUDNN_ATTENTION)
     fp8, _, bf16 = rows_of(prefill_layer.measure, equal, timer, source)
     assert fp8["peers_us"]["compile-fp8"] != fp8["peers_us"]["compile-fp8-default"]
     assert fp8["case"]["variant"] == "sdpa flash, by default cudnn"

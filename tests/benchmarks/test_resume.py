@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import attention, prefill_layer
+from benchmarks import attention, packed_prefill, prefill_layer
 from benchmarks.__main__ import STARTED, options_of, parse, progress_of
 from benchmarks.harness import Options, Session, fill
 from benchmarks.provenance import Provenance
@@ -206,14 +206,18 @@ def test_the_command_line(source: Provenance, tmp_path: Path) -> None:
     assert progress("--budget", "600", table="gemm") == Progress()
 
 
-@pytest.mark.parametrize(("module", "count"), [(prefill_layer, 3), (attention, 1)])
+@pytest.mark.parametrize(
+    ("module", "count"), [(prefill_layer, 3), (packed_prefill, 2), (attention, 1)]
+)
 def test_only_what_is_left_is_compiled(module: Any, count: int) -> None:
     options = Options(("1B",), device="cpu", lengths=(512, 1024))
     cases = list(module.cases(options))
     rows = [
-        Row({**case.case, "weights": weights}, 1.0, 1.0).json()
+        Row(
+            {**case.case, "weights": weights, "accumulate": accumulate, "page": 128}, 1.0, 1.0
+        ).json()
         for case in cases
-        for weights in ("fp8", "fp8", "bf16")[:count]
+        for weights, accumulate in prefill_layer.ROWS[:count]
     ]
     assert list(module.kernels(replace(options, progress=Progress(rows)))) == []
     rest = replace(options, progress=Progress(rows[count:]))

@@ -98,8 +98,9 @@ def by_wgmma() -> Iterator[Few]:
         ("o", "bf16", 64),
     ):
         yield layer("8B", name, format, rows, changes=WGMMA)
-    wide = (*WGMMA, ("wide", 2), ("chunks", 2), ("cluster", 1))
-    yield layer("8B", "gate_up", "int4", 64, changes=wide)
+    for name, chunks, cluster in (("qkv", 1, 4), ("gate_up", 2, 1)):
+        wide = (*WGMMA, ("wide", 2), ("chunks", chunks), ("cluster", cluster))
+        yield layer("8B", name, "int4", 64, changes=wide)
 
 
 def published() -> Iterator[Few]:

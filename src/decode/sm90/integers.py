@@ -9,9 +9,8 @@ What `mma.sync` of BF16 takes for eight codes, seven instructions that make numb
 
 Sums of a span are exact, zero points' share of them too. An activation loses what is below 2^-14 of the power of two
 of the largest one of its row and span (a group, at most 128 k): nothing where it is within 2^-7 of it (BF16) or 2^-4
-(FP16), half a unit of 2^-14 of that power of two at most,
-where the largest one's own rounding may have lost 2^-9 of it (BF16). A span that holds an infinity or
-NaN makes its row NaN.
+(FP16), half a unit of 2^-14 of that power of two at most, where the largest one's own rounding may have lost 2^-9 of it
+(BF16). A span that holds an infinity or NaN makes its row NaN.
 """
 
 from __future__ import annotations
