@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 
 from epicute.decode.geometry import MMAS, epilogue_tasks
 from epicute.decode.schedule import (
@@ -21,6 +22,8 @@ from epicute.decode.schedule import (
     Shared,
     clusters_of,
     most_wide,
+    turned,
+    turns,
 )
 from epicute.errors import UnsupportedError, require
 from epicute.jit import Target
@@ -35,49 +38,53 @@ RING = 96 << 10
 
 FEWEST_SLOTS = 3
 REFERENCE_SMS = 132
-STREAM = 3.96e6
+STREAM = 4.65e6
 """Bytes of weights that all SMs read together, per microsecond."""
 
-PER_SM = 83e3
+PER_SM = 48e3
 """Bytes that one SM reads per microsecond with ``IN_FLIGHT`` under way."""
 
 PRODUCTS = {
-    "sync": {8: 79e3, 16: 53e3, 32: 45e3, 64: 22e3},
-    "wgmma": {8: 53e3, 16: 53e3, 32: 48e3, 64: 30e3},
-    "integers": {8: 97e3, 16: 82e3, 32: 45e3, 64: 24e3},
+    "sync": {8: 71e3, 16: 53e3, 32: 42e3, 64: 23e3},
+    "wgmma": {8: 50e3, 16: 50e3, 32: 45e3, 64: 37e3},
+    "integers": {8: 85e3, 16: 72e3, 32: 40e3, 64: 21e3},
+    "turned": {8: 85e3, 16: 75e3, 32: 50e3, 64: 24e3},
 }
 """Weights that one SM multiplies per microsecond, by MMA, or conversion, and rows of x; latencies are among what
 decides them.
 """
 
-INGRESS = 100e3
+INGRESS = 72e3
 """Bytes that one SM takes in per microsecond from L2 and memory together."""
 
-COPY = 21.6e3
+COPY = 22.7e3
 """Bytes of x that one SM copies per microsecond: 32 KB under way, of an L2 that all SMs ask at once."""
 
-INTEGERS = 10.5e3
+INTEGERS = 6.8e3
 """The same where they become integers."""
 
-FIRST = 0.5
+TURN = 45e3
+"""The same of what TMA has brought, where it is."""
+
+FIRST = 0.64
 """Microseconds that the first rows of x take to come by TMA."""
 
 LIVE = (1 + FEWEST) / 2
 """Rows that become integers, on average: those that are there."""
 
-SENT = 110e3
+SENT = 129e3
 """Bytes of partial sums that the consumers of one SM hand on per microsecond."""
 
-FINISH = 0.33
+FINISH = 0.2
 """Microseconds of an epilogue's eight rows, of which three warps do a share each."""
 
-EXCHANGE, EXCHANGED = 0.49, 0.023
+EXCHANGE, EXCHANGED = 0.455, 0.0217
 """Microseconds of a tile's exchange of sums in a cluster and its epilogue, and what each row of x adds."""
 
-START = 1.5
+START = 1.26
 """Microseconds until the first products."""
 
-END = {1: 0.7, 2: 1.1, 4: 1.5, 8: 1.8}
+END = {1: 0.34, 2: 1.39, 4: 1.25, 8: 1.63}
 """Microseconds at the end of a kernel: the last sums' way and their epilogue."""
 
 
@@ -106,8 +113,10 @@ def choose(
     for form in forms:
         exact = invariant or rows > 16 or form == "wgmma"
         conversion = "registers" if exact else "integers" if fewest else "sums"
-        plain = FewRowSchedule(rows, conversion=conversion, mma=form)
-        for cluster in CLUSTERS:
+        kinds = [FewRowSchedule(rows, conversion=conversion, mma=form)]
+        if form == "wgmma" and turns(problem) and not invariant:
+            kinds.append(FewRowSchedule(rows, conversion="integers", mma=form))
+        for plain, cluster in product(kinds, CLUSTERS):
             if cluster > problem.records.along:
                 continue
             mine = _fitted(problem, replace(plain, cluster=cluster), target)
@@ -137,7 +146,8 @@ def _fitted(
     flight = max((IN_FLIGHT + slot // 2) // slot, 1)
     wanted = max(RING // slot, FEWEST_SLOTS)
     least = min(2, whole) if shared.direct else 1
-    for chunks, resident in ((whole, True), (least, False), (1, False)):
+    sizes = [(whole, True), (least, False), (1, False)]
+    for chunks, resident in sizes[:1] if turned(schedule) else sizes:
         tried = replace(schedule, slots=max(flight, FEWEST_SLOTS), chunks=chunks)
         if not resident:
             rounds = rounds_of(problem, tried)
@@ -158,7 +168,7 @@ def _fitted(
         if shared.direct:
             # As far ahead as the ring is, and one to multiply with.
             ahead = -(-wanted // tried.wide) * shared.pieces
-            more = min(more, ahead + 1 - chunks)
+            more = min(more, max(ahead + 1 - chunks, 0))
         else:
             # A copy that takes longer than the ring's filling keeps the memory waiting.
             hidden = int(COPY / PER_SM * slot * wanted) // shared.chunk
@@ -185,7 +195,7 @@ def expected_microseconds(problem: FewRowProblem, schedule: FewRowSchedule) -> f
     whole = schedule.chunks >= Shared(problem, schedule).held
     kind, copy = schedule.mma, COPY
     if schedule.conversion == "integers":
-        kind, copy = "integers", INTEGERS
+        kind, copy = ("turned", TURN) if turned(schedule) else ("integers", INTEGERS)
     readings = 1 if whole else -(-rounds // schedule.wide) * problem.bands
     copies = readings * -(-chunks // schedule.chunks)
     x = 2.0 * readings * chunks * record.depth * schedule.rows
@@ -197,7 +207,7 @@ def expected_microseconds(problem: FewRowProblem, schedule: FewRowSchedule) -> f
     exposed = max(x / copy - ring, 0.0)
     busy = work if whole else work + x / copy - exposed
     if Shared(problem, schedule).direct:
-        busy, exposed = work, FIRST
+        busy, exposed = work, FIRST + (x / TURN if turned(schedule) else 0.0)
         if not whole and schedule.chunks == 1:
             busy += x / INGRESS  # nothing is multiplied while it comes
     stream = max(problem.records.nbytes / STREAM, weights / PER_SM, (weights + x) / INGRESS)

@@ -26,6 +26,9 @@ __all__ = [
     "Shared",
     "bucket_of",
     "clusters_of",
+    "most_wide",
+    "turned",
+    "turns",
 ]
 
 BUCKETS = (8, 16, 32, 64)
@@ -122,8 +125,8 @@ class FewRowSchedule:
         chunks: of x along k that shared memory holds, a record's worth each, or half of that (``Shared.pieces``).
             Where that is all of a CTA's share, x is read once; else again for every ``wide`` tiles.
         conversion: how INT4 codes become numbers (see ``sm90.convert``): ``"sums"``, ``"registers"`` or ``"bias"``; or
-            ``"integers"``, x becomes integers (see ``sm90.integers``). With ``mma`` ``"wgmma"`` always ``"registers"``:
-            the others would be one more product for each.
+            ``"integers"``, x becomes integers (see ``sm90.integers``). With ``mma`` ``"wgmma"`` one of
+            ``"registers"`` and ``"integers"``: the others would be one more product for each.
         evict_first: whether weights leave L2 before anything else does.
         late: start the next kernel when this one's last weights are under way, not at once. Slower: CTAs of one kernel
             then crowd some SMs and leave others idle, which is what tests of the ring want.
@@ -158,10 +161,10 @@ class FewRowSchedule:
             got = getattr(self, name)
             require(got in choices, f"schedule.{name}", repr(got), f"one of {choices}", fix)
         require(
-            self.mma == "sync" or self.conversion == "registers",
+            self.mma == "sync" or self.conversion in ("registers", "integers"),
             "schedule.conversion",
             repr(self.conversion),
-            "'registers' with mma 'wgmma': offsets of sums would cost it a second product",
+            "'registers' or 'integers' with mma 'wgmma': offsets of sums would cost it a second product",
             "write replace(schedule, conversion='registers')",
         )
         along = problem.records.along
@@ -194,6 +197,14 @@ class FewRowSchedule:
             f"1 to {most}, those of a CTA's share of k",
             fix,
         )
+        if turned(self):
+            require(
+                turns(problem) and self.chunks == most,
+                "schedule.conversion",
+                f"'integers' with mma 'wgmma', {self.chunks} of {most} chunks of x held",
+                "all chunks, of an even number of blocks of 64 k, and no gain",
+                "write replace(schedule, conversion='registers')",
+            )
         limit = most_wide(problem, self)
         require(
             1 <= self.wide <= limit and (self.wide == 1 or self.chunks < most),
@@ -247,21 +258,26 @@ class Shared:
     @property
     def alignment(self) -> int:
         """Bytes that the whole, and the activations in it, start at a multiple of: of the swizzle's."""
-        return LINE if self.schedule.conversion == "integers" else ATOM
+        return LINE if self.schedule.conversion == "integers" and not self.direct else ATOM
 
     @property
     def direct(self) -> bool:
-        """Whether x comes by TMA as it is. Else consumers copy it: with gains, as integers, so few rows that they are
-        there as soon, or of one block of k, of which TMA would not know where it ends.
+        """Whether x comes by TMA as it is. Else consumers copy it: with gains, so few rows that they are there as soon,
+        as integers of `mma.sync`, or of one block of k, of which TMA would not know where it ends. Integers of `wgmma`
+        are made of what it has brought, where that is.
         """
-        plain = not self.problem.gain and self.schedule.conversion != "integers"
-        return plain and self.schedule.rows > BUCKETS[0] and self.problem.depth > BLOCK
+        if self.problem.gain or self.problem.depth <= BLOCK:
+            return False
+        if self.schedule.conversion == "integers":
+            return turned(self.schedule)
+        return self.schedule.rows > BUCKETS[0]
 
     @property
     def pieces(self) -> int:
         """Chunks of x that go with a record: two where so many rows of it are so large that few whole ones fit."""
         record, schedule = self.problem.record, self.schedule
         wanted = schedule.mma == "wgmma" and schedule.rows == BUCKETS[-1] and schedule.wide == 1
+        wanted = wanted and schedule.conversion != "integers"
         alone = record.group == 0 or record.depth // 2 % record.group == 0  # not one scale for all
         return 2 if self.direct and wanted and alone and record.blocks % 2 == 0 else 1
 
@@ -271,13 +287,17 @@ class Shared:
         return self.problem.chunks(self.schedule.cluster) * self.pieces
 
     @property
+    def brought(self) -> int:
+        """Bytes of one chunk of x, its factors apart."""
+        return self.problem.record.depth // self.pieces * self.schedule.rows * 2
+
+    @property
     def chunk(self) -> int:
-        """Bytes of one chunk of x."""
-        size = self.problem.record.depth // self.pieces * self.schedule.rows * 2
+        """Bytes from one chunk of x to the next."""
         if self.schedule.conversion != "integers":
-            return size
+            return self.brought
         spans = self.problem.record.depth // span_of(self.problem.record)
-        return size + _rounded(8 * spans * self.schedule.rows)
+        return self.brought + _rounded(8 * spans * self.schedule.rows, self.alignment)
 
     def factor_place(self, span: Any, row: Any) -> Any:
         """Where the factor of a span of a row of x is, as integers, from its record's start on: a float32 and the sum
@@ -365,6 +385,18 @@ class Shared:
 
 def _rounded(size: int, unit: int = LINE) -> int:
     return -(-size // unit) * unit
+
+
+def turned(schedule: FewRowSchedule) -> bool:
+    """Whether activations become integers where TMA has brought them."""
+    return schedule.mma == "wgmma" and schedule.conversion == "integers"
+
+
+def turns(problem: FewRowProblem) -> bool:
+    """Whether they may (``turned``): of codes, without gains; two blocks of 64 k become rows of 128 bytes."""
+    record = problem.record
+    whole = record.blocks % 2 == 0 and problem.depth > BLOCK
+    return record.bits == 4 and whole and not problem.gain
 
 
 def most_wide(problem: FewRowProblem, schedule: FewRowSchedule) -> int:

@@ -23,7 +23,7 @@ from epicute.decode import (
 )
 from epicute.decode.geometry import RECORD_BYTES, TILES
 from epicute.decode.model import choose
-from epicute.decode.schedule import Shared
+from epicute.decode.schedule import Shared, turned
 from epicute.decode.spec import WeightForm
 from epicute.epilogues import (
     Bias,
@@ -155,6 +155,8 @@ def _kernel(case: Few) -> FewRowKernel:
     if not case.changes:
         return found
     wanted = replace(found.spec.schedule, **dict(case.changes))
+    if turned(wanted) and "conversion" not in dict(case.changes):
+        wanted = replace(wanted, conversion="registers")
     most = Shared(found.spec.problem, wanted).held
     wanted = replace(wanted, chunks=min(wanted.chunks, most))
     if "wide" not in dict(case.changes):
@@ -162,6 +164,13 @@ def _kernel(case: Few) -> FewRowKernel:
     return kernel_for(
         case.composition, packed, case.rows, target=DEFAULT_TARGET, schedule=wanted, **options
     )
+
+
+def in_place(case: Few, cluster: int = 1) -> Few:
+    """The same where activations become integers where TMA has brought them, multiplied by warpgroups."""
+    chunks = replace(case, changes=()).kernel().spec.problem.chunks(cluster)
+    changes = (("conversion", "integers"), ("mma", "wgmma"), ("cluster", cluster))
+    return replace(case, changes=(*changes, ("slots", 3), ("in_flight", 2), ("chunks", chunks)))
 
 
 def packed_of(case: Few) -> FragmentPacked:

@@ -15,7 +15,7 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # read when torch 
 
 from epicute.decode.schedule import CONVERSIONS
 from epicute.epilogues import Store, compose
-from tests.decode.cases import BF16, FP16, FP32, Few, FewJob, chains, dequantized, planned
+from tests.decode.cases import BF16, FP16, FP32, Few, FewJob, chains, dequantized, in_place, planned
 
 PLAIN = compose(Store(FP32))
 
@@ -42,6 +42,7 @@ def cases() -> list[Few]:
         found.append(Few(composition, n, 1600, rows=rows, exact=exact, changes=changes))
     changes = (*forms, ("chunks", 1), ("cluster", 1), ("wide", 2), ("sums", 1))
     found.append(Few(composition, 64 * 300, 1100, rows=16, exact=exact, changes=changes))
+    found.append(in_place(Few(composition, n, 1600, rows=16, exact=exact), 2))
     return found
 
 

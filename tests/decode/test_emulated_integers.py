@@ -8,7 +8,7 @@ import torch
 from epicute.decode.geometry import span_of
 from epicute.epilogues import Store, compose
 from epicute.layouts import CHANNEL
-from tests.decode.cases import BF16, FP16, FP32, Few, FewJob
+from tests.decode.cases import BF16, FP16, FP32, Few, FewJob, in_place
 
 pytestmark = pytest.mark.compile
 
@@ -79,6 +79,45 @@ def test_every_size_of_activations(power: int) -> None:
     generator = torch.Generator().manual_seed(2)
     x = torch.randint(-2, 3, (2, 128), generator=generator).float() * 2.0**power
     made = job(x.to(BF16))
+    made.emulate()
+
+
+@pytest.mark.parametrize("rows", [8, 16, 32, 64])
+@pytest.mark.parametrize("group", [32, 64, 128, CHANNEL])
+def test_where_tma_has_brought_them(rows: int, group: int) -> None:
+    """All rows, and fewer than all; k that ends inside of a block; shares of k of different lengths."""
+    cases = ((1500, 2, rows - 3), (1000, 1, rows)) if rows < 64 else ((1000, 2, rows - 3),)
+    for k, cluster, m in cases:
+        case = Few(compose(Store(FP32)), 72, k, rows=rows, group=group, zeros=k == 1000)
+        FewJob(in_place(case, cluster), m).emulate(clusters=2, seed=group, races=True)
+
+
+def test_rows_of_several_tiles_are_made_in_turn() -> None:
+    """TMA writes the next rows over the integers of those before them."""
+    case = in_place(Few(compose(Store(FP32)), 200, 2000), 2)
+    FewJob(case, 21).emulate(clusters=2, races=True)
+
+
+def test_fp16_where_tma_has_brought_them() -> None:
+    case = in_place(Few(compose(Store(FP32)), 72, 1000, rows=16, x_dtype=FP16))
+    FewJob(case, 16).emulate(races=True)
+
+
+@pytest.mark.parametrize("spoiled", [float("inf"), float("nan")])
+def test_a_spoiled_row_is_nan_and_alone_where_tma_has_brought_it(spoiled: float) -> None:
+    made = FewJob(in_place(Few(compose(Store(FP32)), 72, 1000, rows=16)), 12)
+    made.x.copy_(torch.randint(-2, 3, made.x.shape, generator=torch.Generator().manual_seed(1)))
+    wanted = made.sums()
+    made.x[3, 130] = spoiled
+    wanted[3] = torch.nan
+    made.sums = lambda: wanted  # type: ignore[method-assign]
+    made.emulate()
+
+
+def test_both_bytes_hold_the_largest() -> None:
+    """Of all signs, at the ends of what two signed bytes can be."""
+    made = FewJob(in_place(Few(compose(Store(FP32)), 72, 1000, rows=16)), 16)
+    made.x.copy_(torch.tensor([1.0, -1.0, 255 / 256, -255 / 256]).repeat(16, 250) * 2.0**-3)
     made.emulate()
 
 

@@ -15,7 +15,7 @@ from epicute.errors import UnsupportedError
 from epicute.jit import DEFAULT_TARGET, compile
 from epicute.layouts import CHANNEL
 from epicute.models.shapes import SHAPES, projections
-from tests.decode.cases import BF16, FP16, Few, chains, dequantized, emulated, qkv
+from tests.decode.cases import BF16, FP16, Few, chains, dequantized, emulated, in_place, qkv
 from tests.ptx import Program
 
 
@@ -103,6 +103,20 @@ def by_wgmma() -> Iterator[Few]:
         yield layer("8B", name, "int4", 64, changes=wide)
 
 
+def integers_in_place() -> Iterator[Few]:
+    """Every number of rows, kind of group and dtype."""
+    for rows, group, x_dtype in (
+        (8, 64, BF16),
+        (16, 32, FP16),
+        (16, CHANNEL, BF16),
+        (32, 128, FP16),
+    ):
+        case = Few(compose(Store(BF16)), 4096, 4096, rows=rows, group=group, x_dtype=x_dtype)
+        yield in_place(replace(case, zeros=rows == 16), 4)
+    for name in ("qkv", "gate_up"):
+        yield in_place(layer("8B", name, "int4", 16), 2)
+
+
 def published() -> Iterator[Few]:
     for shape in SHAPES:
         for name in ("qkv", "o", "gate_up", "down"):
@@ -114,7 +128,7 @@ def published() -> Iterator[Few]:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("case", [*covering(), *by_wgmma()], ids=str)
+@pytest.mark.parametrize("case", [*covering(), *by_wgmma(), *integers_in_place()], ids=str)
 def test_covering_set(case: Few, record_property: Callable[[str, object], None]) -> None:
     gate(case, record_property)
 

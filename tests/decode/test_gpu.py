@@ -26,6 +26,7 @@ from tests.decode.cases import (
     FewJob,
     chains,
     dequantized,
+    in_place,
     packed_of,
     planned,
 )
@@ -75,6 +76,17 @@ def test_iw_04_iw_06_int4_by_wgmma(rows: int, group: int) -> None:
         )
         for m in (1, rows - 1):
             check(case, m)
+
+
+@pytest.mark.parametrize("rows", [8, 16, 32])
+@pytest.mark.parametrize("group", [32, 64, 128, CHANNEL])
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_iw_04_iw_06_int4_times_integers_made_in_place(rows: int, group: int, cluster: int) -> None:
+    """More rows than a tile has too: integers are made again of what TMA writes over them."""
+    for zeros, x_dtype, k in ((False, BF16, 1000), (True, BF16, 1500), (True, FP16, 1000)):
+        case = Few(PLAIN, 200, k, rows=rows, group=group, zeros=zeros, x_dtype=x_dtype)
+        for m in (1, rows - 1, 2 * rows + 1):
+            check(in_place(case, cluster), m)
 
 
 @pytest.mark.parametrize("format", ["fp8", "bf16", "fp16"])

@@ -20,6 +20,7 @@ from epicute.decode.schedule import (
     bucket_of,
     clusters_of,
     most_wide,
+    turned,
 )
 from epicute.errors import ArgumentError, UnsupportedError
 from epicute.jit import DEFAULT_TARGET
@@ -148,7 +149,8 @@ def test_activations_stand_at_multiples_of_their_swizzle(problem: FewRowProblem,
         except UnsupportedError:
             continue
         shared = Shared(problem, schedule)
-        assert shared.alignment == (128 if schedule.conversion == "integers" else 1024)
+        copied = schedule.conversion == "integers" and not turned(schedule)
+        assert shared.alignment == (128 if copied else 1024)
         assert shared.x % shared.alignment == shared.chunk % shared.alignment == 0
 
 
@@ -170,6 +172,7 @@ def simple(k: int = 4096) -> FewRowProblem:
         ({"mma": "simt"}, "schedule.mma"),
         ({"mma": "wgmma", "conversion": "sums"}, "schedule.conversion"),
         ({"mma": "wgmma", "conversion": "bias"}, "schedule.conversion"),
+        ({"mma": "wgmma", "conversion": "integers", "chunks": 1}, "schedule.conversion"),
         ({"wide": 2}, "schedule.wide"),
         ({"wide": 17, "chunks": 1}, "schedule.wide"),
         ({"sums": 9}, "schedule.sums"),

@@ -42,6 +42,7 @@ DSL_ONLY = {
     "epicute.attention.sm90.store": "moves rows from registers to memory",
     "epicute.decode.dequantize_kernel": "a kernel: a class whose methods are traced",
     "epicute.decode.sm90.convert": "weights to operands while tracing",
+    "epicute.decode.sm90.integer_warpgroup": "activations to integers while tracing",
     "epicute.decode.sm90.integers": "activations to integers while tracing",
     "epicute.decode.sm90.exchange": "sums between the CTAs of a cluster while tracing",
     "epicute.decode.sm90.finish": "the composition on complete sums while tracing",

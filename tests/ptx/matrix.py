@@ -297,11 +297,13 @@ def shared_places(descriptor: int, count: int, depth: int, size: int, turned: bo
 
 
 def _wgmma(h: Any, x: Instruction) -> Step:
-    found = re.search(r"\.m64n(\d+)k(\d+)\.(f32)\.(\w+)\.(\w+)$", x.opcode)
+    found = re.search(r"\.m64n(\d+)k(\d+)\.(f32|s32)\.(\w+)\.(\w+)$", x.opcode)
     known(x, found)
     assert found is not None
     known(x, found[4] in VALUES, found[5] in VALUES)
     n, depth, kinds = int(found[1]), int(found[2]), (found[4], found[5])
+    whole_numbers = found[3] == "s32"
+    known(x, (VALUES[kinds[0]][0] == 8 and kinds[0] in ("s8", "u8")) == whole_numbers)
     size = VALUES[kinds[0]][0] // 8
     d = registers(h, x.operands[0])
     known(x, len(d) == n // 2, depth * size == 32)
@@ -310,7 +312,8 @@ def _wgmma(h: Any, x: Instruction) -> Step:
     a_value = None if of_registers else h.operands.value(x.operands[1], "u64")
     b_value = h.operands.value(x.operands[2], "u64")
     scale = h.operands.value(x.operands[3], "pred")
-    signs = [int(o) for o in x.operands[4:6]]
+    known(x, len(x.operands) == 4 or not whole_numbers)
+    signs = [int(o) for o in x.operands[4:6]] or [1, 1]
     assert all(s in (1, -1) for s in signs), f"{x}: signs of 1 and -1"
     turns = [int(o) for o in x.operands[6:]]
     a_turned = bool(turns[0]) if turns and not of_registers else False
@@ -350,6 +353,10 @@ def _wgmma(h: Any, x: Instruction) -> Step:
             w.products.append(None)
         adds = scale(w)
         assert (adds == adds[0]).all(), f"{x.opcode}: lanes scale differently"
+        if whole_numbers:
+            total = (a @ b.T)[c].astype(np.int64) + (file[d].view(np.int32) if adds[0] else 0)
+            file[d] = total.astype(np.int32).view(np.uint32)
+            return
         before = file[d].view(np.float32) if adds[0] else np.zeros((len(d), LANES), np.float32)
         if size == 1 and _CUTS[0]:
             whole_before = np.zeros((16, n))

@@ -30,14 +30,21 @@ from epicute.epilogues.dsl import pure_asm
 from epicute.layouts import split
 from epicute.quant.dsl import WIDTH, Vector, unpack
 
-__all__ = ["IntegerActivations", "IntegerMultiplier"]
+__all__ = [
+    "NIBBLES",
+    "IntegerActivations",
+    "IntegerMultiplier",
+    "put_pair",
+    "quad",
+    "summed",
+]
 
 NIBBLES = 0x0F0F0F0F
 MAGIC = 12582912.0
 """1.5 · 2^23: the sum of it and a number below 2^22 has the nearest integer in its low bits."""
 
 EXPONENT = 14
-"""Of the largest activation of a span, as an integer."""
+"""Of the largest activation of a span, as an integer. A class may have its own."""
 
 BATCH = 4
 """Vectors of a thread under way at once."""
@@ -110,6 +117,9 @@ class IntegerActivations(Activations):
     Some adjacent lanes take a span of a row.
     """
 
+    exponent, middle = EXPONENT, 0
+    """Of the largest activation of a span; what is added to every integer before it is cut in two bytes."""
+
     def __init__(self, problem: FewRowProblem, schedule: FewRowSchedule) -> None:
         super().__init__(problem, schedule)
         self.shared = Shared(problem, schedule)
@@ -172,13 +182,7 @@ class IntegerActivations(Activations):
     ) -> None:
         """A lane's vectors of a span as integers, and from the first lane their factors."""
         vectors = [(v, self._taken(words, gains)) for v, words, gains in vectors]
-        largest = Int32(0)
-        for _, words in vectors:
-            for i in range(WIDTH // 2):
-                word = Int32(words[i]) & 0x7FFF7FFF
-                largest = pure_asm("max.u16x2 $0, $1, $2;", "=r,r,r", Int32, largest, word)
-        turn = largest >> 16 & 0xFFFF
-        largest = cutlass.max(turn, largest & 0xFFFF)
+        largest = self._largest([words for _, words in vectors])
         distance = 1
         while distance < self.lanes:
             other = cute.arch.shuffle_sync_bfly(largest, distance)
@@ -190,8 +194,7 @@ class IntegerActivations(Activations):
         total = Int32(0)
         for t in range(4):
             high, low = quad(integers, t)
-            total = pure_asm(DOT % ("s32.s32", 256), "=r,r,r", Int32, high, total)
-            total = pure_asm(DOT % ("u32.u32", 1), "=r,r,r", Int32, low, total)
+            total = summed(low, "u32", 1, summed(high, "s32", 256, total))
             place = step + integer_place(row, in_chunk, t, self.rows)
             put_pair(target + place, high, low, Boolean(here))
         distance = 1
@@ -202,23 +205,34 @@ class IntegerActivations(Activations):
         place = chunk * self.shared.chunk + self.shared.factor_place(mine, row)
         put_pair(target + place, power, total, Boolean(here) & (inside == 0))
 
+    def _largest(self, vectors: list[Any]) -> Any:
+        """Bits of the largest magnitude in vectors of words."""
+        largest = Int32(0)
+        for words in vectors:
+            for i in range(WIDTH // 2):
+                word = Int32(words[i]) & 0x7FFF7FFF
+                largest = pure_asm("max.u16x2 $0, $1, $2;", "=r,r,r", Int32, largest, word)
+        return cutlass.max(largest >> 16 & 0xFFFF, largest & 0xFFFF)
+
     def _powers(self, largest: Any) -> tuple[Any, Any]:
-        """Bits of 2^(14 - e) and of its inverse, of the bits of the largest magnitude, which has exponent e."""
+        """Bits of 2^(14 - e), ``exponent`` for 14, and of its inverse, of the bits of the largest magnitude, which has
+        exponent e.
+        """
         if self.problem.dtype == torch.float16:
             text = "{ .reg .b16 l, h; .reg .f32 x; mov.b32 {l, h}, $1; cvt.f32.f16 x, l; mov.b32 $0, x; }"
             bits = pure_asm(text, "=r,r", Int32, largest)
         else:
             bits = largest << 16
-        exponent = cutlass.max(bits >> 23, EXPONENT + 1)
+        exponent = cutlass.max(bits >> 23, self.exponent + 1)
         spoiled = exponent == 255
-        power = cutlass.select_(spoiled, Int32(0x7FC00000), exponent - EXPONENT << 23)
-        return (254 + EXPONENT - exponent) << 23, Int32(power)
+        power = cutlass.select_(spoiled, Int32(0x7FC00000), exponent - self.exponent << 23)
+        return (254 + self.exponent - exponent) << 23, Int32(power)
 
     def _rounded(self, words: Any, inverse: Any) -> list[Any]:
         """Eight integers, in the low 16 bits of words."""
         factor = Int32(inverse).bitcast(Float32)
         lanes = unpack(words, self.problem.dtype)
-        return [fma(x, factor, Float32(MAGIC)).bitcast(Int32) for x in lanes]
+        return [fma(x, factor, Float32(MAGIC + self.middle)).bitcast(Int32) for x in lanes]
 
 
 def quad(integers: list[Any], t: int) -> tuple[Any, Any]:
@@ -231,7 +245,10 @@ def quad(integers: list[Any], t: int) -> tuple[Any, Any]:
     return permuted(first, second, 0x7632), permuted(first, second, 0x5410)
 
 
-DOT = "{ .reg .b32 d; dp4a.%s d, $1, 0x01010101, 0; mad.lo.s32 $0, d, %d, $2; }"
+def summed(bytes_: Any, kind: str, factor: int, total: Any) -> Any:
+    """``total`` and ``factor`` times the sum of four bytes of ``kind``."""
+    text = "{ .reg .b32 d; dp4a.%s.%s d, $1, 0x01010101, 0; mad.lo.s32 $0, d, %d, $2; }"
+    return pure_asm(text % (kind, kind, factor), "=r,r,r", Int32, bytes_, total)
 
 
 def permuted(a: Any, b: Any, selection: int) -> Any:

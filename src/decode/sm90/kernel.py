@@ -48,6 +48,7 @@ from cutlass import memory as cutlass_memory
 
 from epicute.decode.geometry import FINISHERS, WARPS
 from epicute.decode.schedule import STAGED
+from epicute.decode.sm90.integer_warpgroup import IntegerWarpgroupMultiplier, TurnedActivations
 from epicute.decode.sm90.integers import IntegerActivations, IntegerMultiplier
 from epicute.decode.sm90.multiply import Multiplier
 from epicute.decode.sm90.produce import PARITY, SLOT, X_PARITY, X_SLOT, Producer
@@ -56,6 +57,7 @@ from epicute.decode.sm90.stage import Activations
 from epicute.decode.sm90.warpgroup import WarpgroupMultiplier
 from epicute.decode.spec import FewRowSpec
 from epicute.gemm.staging import STAGERS
+from epicute.layouts import split
 
 __all__ = ["FewRowGemm"]
 
@@ -83,13 +85,16 @@ class FewRowGemm(Producer):
     def __init__(self, spec: FewRowSpec) -> None:
         super().__init__(spec)
         integers = spec.schedule.conversion == "integers"
-        self.activations = (IntegerActivations if integers else Activations)(
-            spec.problem, spec.schedule
-        )
         self.wgmma = self.schedule.mma == "wgmma"
-        self.multiplier = IntegerMultiplier if integers else Multiplier
-        if self.wgmma:
-            self.multiplier = WarpgroupMultiplier
+        self.turned = integers and self.wgmma
+        kinds: dict[tuple[bool, bool], tuple[type[Activations], type[Multiplier]]] = {
+            (False, False): (Activations, Multiplier),
+            (False, True): (IntegerActivations, IntegerMultiplier),
+            (True, False): (Activations, WarpgroupMultiplier),
+            (True, True): (TurnedActivations, IntegerWarpgroupMultiplier),
+        }
+        activations, self.multiplier = kinds[self.wgmma, integers]
+        self.activations: Any = activations(spec.problem, spec.schedule)
         self.teams = self.wgmma and self.schedule.wide > 1
 
     @cute.jit
@@ -165,6 +170,8 @@ class FewRowGemm(Producer):
         for m in cutlass.range(walk.m_tiles, unroll=1):
             if cutlass.const_expr(self.resident and not self.direct):
                 self._copy(arguments, base, walk, m, Int32(0), thread)
+            if cutlass.const_expr(self.turned):
+                self._turn(base, walk, m, warp, lane)
             if cutlass.const_expr(self.schedule.wide > 1):
                 for first in cutlass.range(0, walk.count, self.schedule.wide, unroll=1):
                     self._wide(arguments, base, walk, multiplier, turn, m, first, thread)
@@ -209,6 +216,27 @@ class FewRowGemm(Producer):
         if cutlass.const_expr(self.wgmma):
             cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=AROUND_X, number_of_threads=CONSUMERS)
+
+    @cute.jit
+    def _turn(self, base, walk, m, warp, lane) -> None:
+        """Make integers of what TMA has brought, where it is: a warp takes every eighth share, two at a time."""
+        count = split(walk.chunks * self.activations.turns + (WARPS - 1 - warp), WARPS)[0]
+        for i in cutlass.range(split(count, 2)[0], unroll=1):
+            self._turn_some(base, m, warp + i * (2 * WARPS), lane, 2)
+        if count & 1:
+            self._turn_some(base, m, warp + (count - 1) * WARPS, lane, 1)
+        # TMA writes here again, of the next rows.
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=AROUND_X, number_of_threads=CONSUMERS)
+
+    @cute.jit
+    def _turn_some(self, base, m, first, lane, count: cutlass.Constexpr) -> None:
+        shares = []
+        for i in cutlass.range_constexpr(count):
+            chunk, unit = split(first + i * WARPS, self.activations.turns)
+            cute.arch.mbarrier_wait(barrier_at(self._x_full(base, chunk)), m & 1)
+            shares.append((base + self.shared.x + chunk * self.shared.chunk, unit))
+        self.activations.turn(shares, lane)
 
     @cute.jit
     def _band(self, arguments, base, walk, multiplier, turn, m, band, thread) -> None:
@@ -281,7 +309,7 @@ class FewRowGemm(Producer):
 
     @cute.jit
     def _await_rows(self, base, slot, parity) -> None:
-        if cutlass.const_expr(self.direct):
+        if cutlass.const_expr(self.direct and not self.turned):
             cute.arch.mbarrier_wait(barrier_at(self._x_full(base, slot)), parity)
 
     def _place(self, turn: Any, chunk: Any) -> Any:

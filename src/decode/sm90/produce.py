@@ -71,11 +71,13 @@ class Producer(Finishers):
             return ()
         atom, tensor = loads
         cpasync.prefetch_descriptor(atom)
-        one, count = self._box(), self.schedule.chunks * self.blocks
+        one, step = self._box(), self.shared.chunk // 2
         pointer = cute.recast_ptr(
             memory.iterator + self.shared.x, one.inner, dtype=NATIVE[self.problem.dtype]
         )
-        outer = cute.append(one.outer, cute.make_layout(count, stride=self.rows * BLOCK))
+        count = (self.blocks, self.schedule.chunks)
+        places = cute.make_layout(count, stride=(self.rows * BLOCK, step))
+        outer = cute.append(one.outer, places)
         places = cute.group_modes(cute.make_tensor(pointer, outer), 0, 2)
         tiles = cute.group_modes(cute.local_tile(tensor, self._shape(), (None, None)), 0, 2)
         target, source = cpasync.tma_partition(atom, 0, cute.make_layout(1), places, tiles)
@@ -200,13 +202,13 @@ class Producer(Finishers):
             slot, parity = chunk, m & 1
         cute.arch.mbarrier_wait(barrier_at(self._x_empty(base, slot)), parity ^ 1)
         full = self._x_full(base, slot)
-        expect(full, self.shared.chunk, Int32(lane == 0))
+        expect(full, self.shared.brought, Int32(lane == 0))
         cute.arch.sync_warp()
         for block in cutlass.range_constexpr(blocks):
             cute.copy(
                 atom,
                 source[None, m, (walk.along * self.pieces + chunk) * blocks + block],
-                target[None, slot * blocks + block],
+                target[None, (block, slot)],
                 tma_bar_ptr=barrier_at(full),
             )
         self._next(turn, X_SLOT, self.schedule.chunks)

@@ -37,6 +37,7 @@ __all__ = [
     "store_words",
     "streaming",
     "wgmma",
+    "wgmma_bytes",
     "wgmma_commit",
     "wgmma_descriptor",
     "wgmma_fence",
@@ -145,6 +146,22 @@ def wgmma(
     constraints = ",".join(["=f"] * count + tied + ["r"] * 4 + ["l"])
     whole = Int64(Uint32(descriptor)) | Int64(SWIZZLED)
     return _several(text, constraints, [Float32] * count, [*(c or []), *a, whole])
+
+
+def wgmma_bytes(a: list[Any], descriptor: Any, columns: int, c: list[Any] | None) -> list[Any]:
+    """The same of one m64nNk32 in 32-bit integers: of unsigned bytes ``a`` and signed bytes ``b``."""
+    count = columns // 2
+    tied = [] if c is None else [str(i) for i in range(count)]
+    first = count + len(tied)
+    d = ", ".join(f"${i}" for i in range(count))
+    text = (
+        f"{{ .reg .pred p; setp.ne.b32 p, {int(c is not None)}, 0; "
+        f"wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.u8.s8 {{{d}}}, "
+        f"{{${first}, ${first + 1}, ${first + 2}, ${first + 3}}}, ${first + 4}, p; }}"
+    )
+    constraints = ",".join(["=r"] * count + tied + ["r"] * 4 + ["l"])
+    whole = Int64(Uint32(descriptor)) | Int64(SWIZZLED)
+    return _several(text, constraints, [Int32] * count, [*(c or []), *a, whole])
 
 
 def wgmma_fence(a: list[Any], c: list[Any] | None) -> tuple[list[Any], list[Any] | None]:

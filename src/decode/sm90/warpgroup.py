@@ -78,21 +78,26 @@ class WarpgroupMultiplier(Multiplier):
         scaled = self.record.group > 0
         held = [self.sums[self._register(0, 0, i)] for i in range(self.count)]
         sums = None if scaled else held
-        zeros: Any = None
         before: tuple[Any, ...] | None = None
-        for batch in self._batches(piece):
-            if zeros is None:
-                zeros = self._zeros(record, batch.group)
-                negatives = self._negatives(zeros)
-            found = self._fragments(codes, batch, negatives)
+        batches = self._batches(piece)
+        loads = self._loads(codes, batches[0].block, 0)
+        found = self._fragments(loads, batches[0], self._offsets(record, batches[0]))
+        for i, batch in enumerate(batches):
+            if i + 1 < len(batches):
+                following = batches[i + 1]
+                # Before the products: what comes behind them can be converted while they are issued.
+                loads = self._loads(codes, following.block, 0)
+                offsets = self._offsets(record, following)
             if before is not None and before[2] and self.columns > NARROW:
                 self._settle(record, before, 0)
                 before = None
             sums = self._begin(found, rows, batch, sums)
+            if i + 1 < len(batches):
+                found = self._fragments(loads, following, offsets)
             self._settle(record, before, 1)
             before = (batch.group, sums, batch.last)
             if batch.last and scaled:
-                sums, zeros = None, None
+                sums = None
         self._settle(record, before, 0)
 
     def _batches(self, piece: int) -> list[Batch]:
@@ -112,11 +117,14 @@ class WarpgroupMultiplier(Multiplier):
             found.append(Batch(block, range(step, step + steps), index, last))
         return found
 
-    def _fragments(self, codes: Any, batch: Batch, negatives: Any) -> list[Any]:
-        """Registers of A of a batch."""
-        loads = self._loads(codes, batch.block, 0)
-        minus = None if negatives is None else negatives[0]
-        return [a for step in batch.steps for a in self.convert.fragment(loads, step, minus)]
+    def _offsets(self, record: Any, batch: Batch) -> Any:
+        """What a batch's codes are too large by, negative; None where they are not."""
+        negatives = self._negatives(self._zeros(record, batch.group))
+        return None if negatives is None else negatives[0]
+
+    def _fragments(self, loads: Any, batch: Batch, offsets: Any) -> list[Any]:
+        """Registers of A of a batch, from its block's codes."""
+        return [a for step in batch.steps for a in self.convert.fragment(loads, step, offsets)]
 
     def _begin(self, found: list[Any], rows: Any, batch: Batch, sums: Any) -> Any:
         """Begin a batch's products."""
