@@ -3,7 +3,10 @@
 INT4 is inserted into the mantissa of 128.0 (BF16), or of 1024.0 (FP16, where the rows g + 8 hold 1024 + 16 code): one
 shift and one LOP3 for two codes. What is too much is taken back in one of three ways, on the same layout:
 
-    registers   a packed subtraction of 128 + zero for two codes: numbers are exact from then on
+    registers   a packed subtraction of 128 + zero for two codes: numbers are exact from then on. Of BF16 codes are not
+                inserted: alone they are 2^-133 code, or 2^-129 code at the next nibble, as the smallest numbers are
+                evenly spaced up to 2^-125; a packed multiply-add by 2^127, or 2^123, makes code - zero of them, 2^-6 of
+                it. One shift for eight codes in place of three: the pipe of shifts and logic is what there is too little of
     sums        once a group: sum of (offset + zero) x, from a product with ones that all row tiles of a warp share
     bias        a second MMA for each: - (128 + zero) · x, FuTransformer 4.6's "bias MMA"
 
@@ -33,6 +36,15 @@ OFFSETS = {torch.bfloat16: (128.0, 128.0), torch.float16: (1024.0, 1024.0)}
 NEGATIVE = {torch.bfloat16: 0xC300C300, torch.float16: 0xE400E400}
 """Minus the offset, twice, as bits; a zero point is added to the mantissa."""
 
+TINY = 6
+"""Codes that come from the smallest numbers are 2^-6 of what they stand for: 2^127 is the largest power of two."""
+
+GROWTH = (0x7F007F00, 0x7D007D00)
+"""2^127 and 2^123 in BF16, twice: of a nibble at bit 0 and at bit 4."""
+
+NEGATIVE_GROWTH = 0xFF00FF00
+"""-2^127."""
+
 LARGE = 0x7B807B80
 """2^120 in BF16, twice."""
 
@@ -47,16 +59,19 @@ class Convert:
         self.summed = self.integer and conversion == "sums"
         self.biased = self.integer and conversion == "bias"
         self.bytes = self.integer and conversion == "integers"
+        self.tiny = self.integer and conversion == "registers" and dtype == torch.bfloat16
 
     def ones(self) -> list[Any]:
         """An A fragment of ones."""
         return [signed(ONES[self.dtype])] * 4
 
-    def odd_factor(self) -> float:
-        """What sums of rows g + 8 are multiplied by."""
-        if self.bytes:
-            return 1.0 / 16
-        return ODD_FACTOR[self.dtype] if self.integer else 1.0
+    def factor(self, row: int) -> float:
+        """What sums are multiplied by. ``row``: 0 for g, 1 for g + 8."""
+        if self.tiny:
+            return 2.0**TINY
+        if not row or not self.integer:
+            return 1.0
+        return 1.0 / 16 if self.bytes else ODD_FACTOR[self.dtype]
 
     def offset(self, row: int, zero: Any) -> Any:
         """What is too much in a sum, per unit of the activations' sum. ``row``: 0 for g, 1 for g + 8."""
@@ -67,6 +82,11 @@ class Convert:
 
     def negative(self, row: int, zero: Any) -> Any:
         """Minus what is too much in a code, twice in a word."""
+        if self.tiny:
+            if isinstance(zero, int):
+                bits = int(torch.tensor(-zero * 2.0**-TINY).bfloat16().view(torch.int16)) & 0xFFFF
+                return signed(bits | bits << 16)
+            return self._grown(zero * Int32(0x00010001), NEGATIVE_GROWTH, signed(0))
         shift = 4 if self.dtype == torch.float16 and row else 0
         start = NEGATIVE[self.dtype]
         if isinstance(zero, int):
@@ -84,6 +104,9 @@ class Convert:
         if self.bits == 8:
             pair = loads[step // 2][2 * (step % 2) : 2 * (step % 2) + 2]
             return [*self._fp8(pair[0]), *self._fp8(pair[1])]
+        if self.tiny:
+            assert negatives is not None
+            return [self._tiny(loads[0][step], j, negatives[j % 2]) for j in range(4)]
         found = [self._int4(loads[0][step], j) for j in range(4)]
         if self.exact:
             assert negatives is not None
@@ -99,6 +122,17 @@ class Convert:
             mask = 0x00F000F0 if register % 2 else 0x000F000F
         text = f"lop3.b32 $0, $1, {mask:#x}, {magic:#x}, 0xEA;"
         return pure_asm(text, "=r,r", Int32, word >> shift if shift else word)
+
+    def _tiny(self, word: Any, register: int, negative: Any) -> Any:
+        """Two codes, less their zero points, 2^-6 of each."""
+        shift, odd = register // 2 * 8, register % 2
+        found = (word >> shift if shift else word) & Int32(0x00F000F0 if odd else 0x000F000F)
+        return self._grown(found, GROWTH[odd], negative)
+
+    def _grown(self, x: Any, factor: int, offset: Any) -> Any:
+        """x · factor + offset, of two BF16."""
+        text = "fma.rn.bf16x2 $0, $1, $2, $3;"
+        return pure_asm(text, "=r,r,r,r", Int32, x, signed(factor), offset)
 
     def _minus(self, x: Any, negative: Any) -> Any:
         kind = {torch.bfloat16: "bf16", torch.float16: "f16"}[self.dtype]

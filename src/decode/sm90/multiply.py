@@ -228,8 +228,8 @@ class Multiplier:
         for t, half, row in self._rows():
             at = Int32(record) + Int32(self.record.scale_offset(row, index))
             found[t, half] = load_half(native, at)
-            if half and self.convert.odd_factor() != 1.0:
-                found[t, half] = found[t, half] * Float32(self.convert.odd_factor())
+            if self.convert.factor(half) != 1.0:
+                found[t, half] = found[t, half] * Float32(self.convert.factor(half))
         return found
 
     def _finish(self, scales: Any, found: Any, ones: Any, zeros: Any) -> None:
