@@ -38,17 +38,17 @@ RING = 96 << 10
 
 FEWEST_SLOTS = 3
 REFERENCE_SMS = 132
-STREAM = 4.65e6
+STREAM = 4.53e6
 """Bytes of weights that all SMs read together, per microsecond."""
 
-PER_SM = 48e3
+PER_SM = 67.4e3
 """Bytes that one SM reads per microsecond with ``IN_FLIGHT`` under way."""
 
 PRODUCTS = {
-    "sync": {8: 71e3, 16: 53e3, 32: 42e3, 64: 23e3},
-    "wgmma": {8: 50e3, 16: 50e3, 32: 45e3, 64: 37e3},
-    "integers": {8: 85e3, 16: 72e3, 32: 40e3, 64: 21e3},
-    "turned": {8: 85e3, 16: 75e3, 32: 50e3, 64: 24e3},
+    "sync": {8: 81e3, 16: 62e3, 32: 43.5e3, 64: 22e3},
+    "wgmma": {8: 58e3, 16: 57.6e3, 32: 50.7e3, 64: 37.2e3},
+    "integers": {8: 84e3, 16: 70e3, 32: 40e3, 64: 21e3},
+    "turned": {8: 84e3, 16: 73.6e3, 32: 48e3, 64: 24e3},
 }
 """Weights that one SM multiplies per microsecond, by MMA, or conversion, and rows of x; latencies are among what
 decides them.
@@ -57,34 +57,34 @@ decides them.
 INGRESS = 72e3
 """Bytes that one SM takes in per microsecond from L2 and memory together."""
 
-COPY = 22.7e3
+COPY = 28.8e3
 """Bytes of x that one SM copies per microsecond: 32 KB under way, of an L2 that all SMs ask at once."""
 
-INTEGERS = 6.8e3
+INTEGERS = 8.9e3
 """The same where they become integers."""
 
-TURN = 45e3
+TURN = 45.7e3
 """The same of what TMA has brought, where it is."""
 
-FIRST = 0.64
+FIRST = 0.57
 """Microseconds that the first rows of x take to come by TMA."""
 
 LIVE = (1 + FEWEST) / 2
 """Rows that become integers, on average: those that are there."""
 
-SENT = 129e3
+SENT = 126e3
 """Bytes of partial sums that the consumers of one SM hand on per microsecond."""
 
-FINISH = 0.2
+FINISH = 0.27
 """Microseconds of an epilogue's eight rows, of which three warps do a share each."""
 
-EXCHANGE, EXCHANGED = 0.455, 0.0217
+EXCHANGE, EXCHANGED = 0.436, 0.0216
 """Microseconds of a tile's exchange of sums in a cluster and its epilogue, and what each row of x adds."""
 
 START = 1.26
 """Microseconds until the first products."""
 
-END = {1: 0.34, 2: 1.39, 4: 1.25, 8: 1.63}
+END = {1: 0.6, 2: 1.3, 4: 1.35, 8: 1.6}
 """Microseconds at the end of a kernel: the last sums' way and their epilogue."""
 
 
@@ -111,8 +111,8 @@ def choose(
     forms = (mma,) if mma else MMAS[: 1 if invariant or rows <= BUCKETS[0] else 2]
     found = []
     for form in forms:
-        exact = invariant or rows > 16 or form == "wgmma"
-        conversion = "registers" if exact else "integers" if fewest else "sums"
+        copied = fewest and form == "sync" and not invariant
+        conversion = "integers" if copied else "registers"
         kinds = [FewRowSchedule(rows, conversion=conversion, mma=form)]
         if form == "wgmma" and turns(problem) and not invariant:
             kinds.append(FewRowSchedule(rows, conversion="integers", mma=form))

@@ -1,12 +1,12 @@
 """Codes to fragments of the MMA's A operand, in registers. Imports the DSL.
 
-INT4 is inserted into the mantissa of 128.0 (BF16), or of 1024.0 (FP16, where the rows g + 8 hold 1024 + 16 code): one
-shift and one LOP3 for two codes. What is too much is taken back in one of three ways, on the same layout:
+INT4 becomes BF16 as the low bits of a number whose exponent is zero: 2^-133 of the code, or 2^-129 of it at the next
+nibble, as the smallest numbers are evenly spaced up to 2^-125. A packed multiply-add by 2^127, or by 2^123, makes
+2^-6 (code - zero) of it, exactly: one shift for eight codes, one mask and one of these for two. What else there is
+inserts a code into the mantissa of 128.0 (BF16: three shifts for eight), or of 1024.0 (FP16, where the rows g + 8 hold
+1024 + 16 code), and takes what is too much back, on the same layout:
 
-    registers   a packed subtraction of 128 + zero for two codes: numbers are exact from then on. Of BF16 codes are not
-                inserted: alone they are 2^-133 code, or 2^-129 code at the next nibble, as the smallest numbers are
-                evenly spaced up to 2^-125; a packed multiply-add by 2^127, or 2^123, makes code - zero of them, 2^-6 of
-                it. One shift for eight codes in place of three: the pipe of shifts and logic is what there is too little of
+    registers   FP16 alone: a packed subtraction of 1024 + zero for two codes
     sums        once a group: sum of (offset + zero) x, from a product with ones that all row tiles of a warp share
     bias        a second MMA for each: - (128 + zero) · x, FuTransformer 4.6's "bias MMA"
 

@@ -3,11 +3,12 @@
 Warp w of the four has row tile w of the record, in the registers in which `mma.sync` would have it; sums stand where
 `mma.sync` would leave them. What a group's products are while they run:
 
-    convert block 0 | begin | convert block 1 | begin | wait for 0 | convert block 2 | begin | wait for 1 ...
+    convert block 0 | begin, convert block 1 meanwhile | wait for what was before | begin, convert block 2 meanwhile ...
 
-A block's four products take 4 · 14 to 4 · 32 clocks (8 to 64 rows of x), the conversion of the next about 100: it is
-what the tensor cores wait for until rows are 64, and two blocks' registers of A are as many as are ever alive. All
-products are awaited at a record's end, while the other warpgroup keeps the tensor cores busy.
+A block's four products take 4 · 14 to 4 · 32 clocks (8 to 64 rows of x), the conversion of the next about 80: two
+blocks' registers of A are as many as are ever alive. All products are awaited at a record's end, while the other
+warpgroup keeps the tensor cores busy. Tried and gone: a step's conversion between two products, which the assembler
+does not take apart better by itself, and puts a `WARPGROUP.ARRIVE` in front of each product for.
 """
 
 from __future__ import annotations
