@@ -48,7 +48,7 @@ PRODUCTS = {
     "sync": {8: 81e3, 16: 62e3, 32: 43.5e3, 64: 22e3},
     "wgmma": {8: 58e3, 16: 57.6e3, 32: 50.7e3, 64: 37.2e3},
     "integers": {8: 84e3, 16: 70e3, 32: 40e3, 64: 21e3},
-    "turned": {8: 84e3, 16: 73.6e3, 32: 48e3, 64: 24e3},
+    "turned": {8: 84e3, 16: 73.6e3},
 }
 """Weights that one SM multiplies per microsecond, by MMA, or conversion, and rows of x; latencies are among what
 decides them.
@@ -114,7 +114,7 @@ def choose(
         copied = fewest and form == "sync" and not invariant
         conversion = "integers" if copied else "registers"
         kinds = [FewRowSchedule(rows, conversion=conversion, mma=form)]
-        if form == "wgmma" and turns(problem) and not invariant:
+        if form == "wgmma" and turns(problem, rows) and not invariant:
             kinds.append(FewRowSchedule(rows, conversion="integers", mma=form))
         for plain, cluster in product(kinds, CLUSTERS):
             if cluster > problem.records.along:

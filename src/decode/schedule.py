@@ -39,6 +39,9 @@ FEWEST = 4
 cost is by the row, and what they save is not.
 """
 
+MOST_TURNED = 16
+"""Rows that become integers where TMA has brought them: sums of more spill, and what they save is what they cost."""
+
 CLUSTERS = (1, 2, 4, 8)
 CONVERSIONS = ("integers", "sums", "registers", "bias")
 
@@ -199,10 +202,10 @@ class FewRowSchedule:
         )
         if turned(self):
             require(
-                turns(problem) and self.chunks == most,
+                turns(problem, self.rows) and self.chunks == most,
                 "schedule.conversion",
-                f"'integers' with mma 'wgmma', {self.chunks} of {most} chunks of x held",
-                "all chunks, of an even number of blocks of 64 k, and no gain",
+                f"'integers' with mma 'wgmma', {self.rows} rows, {self.chunks} of {most} chunks of x held",
+                f"up to {MOST_TURNED} rows, all chunks, of an even number of blocks of 64 k, no gain",
                 "write replace(schedule, conversion='registers')",
             )
         limit = most_wide(problem, self)
@@ -392,11 +395,11 @@ def turned(schedule: FewRowSchedule) -> bool:
     return schedule.mma == "wgmma" and schedule.conversion == "integers"
 
 
-def turns(problem: FewRowProblem) -> bool:
+def turns(problem: FewRowProblem, rows: int) -> bool:
     """Whether they may (``turned``): of codes, without gains; two blocks of 64 k become rows of 128 bytes."""
     record = problem.record
     whole = record.blocks % 2 == 0 and problem.depth > BLOCK
-    return record.bits == 4 and whole and not problem.gain
+    return record.bits == 4 and whole and not problem.gain and rows <= MOST_TURNED
 
 
 def most_wide(problem: FewRowProblem, schedule: FewRowSchedule) -> int:

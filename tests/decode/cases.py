@@ -206,11 +206,19 @@ def planned(case: Few, device: str = "cpu") -> FewRowsPlan:
     )
 
 
+def two_bytes(m: int, k: int, generator: torch.Generator) -> torch.Tensor:
+    """Rows whose integers are all of two bytes, of powers of two that differ by row and group, and lose nothing."""
+    x = torch.randint(-255, 256, (m, k), generator=generator) / 128.0
+    x[:, 5::32] = 64.0 * torch.randint(0, 2, x[:, 5::32].shape, generator=generator).mul(2).sub(1)
+    return x * 2.0 ** (torch.arange(m)[:, None] % 3 + torch.arange(k) // 128 % 2)
+
+
 @dataclass
 class FewJob:
     """Inputs and outputs of one launch.
 
-    x: (m, K) whole numbers, with NaN around; operands: what is read, in NaN too; outputs: poisoned, in guards.
+    x: (m, K) whole numbers, or what takes both bytes of an integer (``two_bytes``), with NaN around; operands: what is
+    read, in NaN too; outputs: poisoned, in guards.
     """
 
     case: Few
@@ -225,6 +233,8 @@ class FewJob:
         case, device = self.case, self.device
         generator = torch.Generator().manual_seed(self.seed)
         x = torch.randint(-2, 3, (self.m, case.k), generator=generator).float()
+        if turned(case.schedule()):
+            x = two_bytes(self.m, case.k, generator)
         if not self.exact:
             x = torch.randn(self.m, case.k, generator=generator)
         self.x = embed_rows(x.to(case.x_dtype), device)

@@ -206,6 +206,28 @@ def test_published_layers_are_expected_near_their_bytes(
         assert busy >= 60 or problem.tiles < 60
 
 
+@pytest.mark.parametrize("reason", ["odd blocks", "a gain", "eight bits", "many rows"])
+def test_integers_in_place_are_refused_where_they_cannot_be_made(reason: str) -> None:
+    problem = simple()
+    schedule = choose(problem, 16, DEFAULT_TARGET, mma="wgmma")
+    most = Shared(problem, replace(schedule, wide=1)).held
+    schedule = replace(schedule, conversion="integers", chunks=most, wide=1, sums=1, slots=3)
+    schedule = replace(schedule, in_flight=2)
+    schedule.check(problem, DEFAULT_TARGET)
+    if reason == "a gain":
+        problem = replace(problem, gain=True)
+    elif reason == "many rows":
+        schedule = replace(schedule, rows=32, cluster=4, chunks=2)
+    else:
+        bits, group, k = (4, 64, 5 * 64) if reason == "odd blocks" else (8, 0, 4096)
+        records = Records.of(4096, k, bits, group, False, TILES, RECORD_BYTES)
+        assert reason != "odd blocks" or records.record.blocks % 2
+        problem = replace(problem, records=records, depth=k)
+        schedule = replace(schedule, cluster=1, chunks=problem.chunks(1))
+    with pytest.raises(ArgumentError, match=r"schedule\.conversion"):
+        schedule.check(problem, DEFAULT_TARGET)
+
+
 def test_a_cluster_has_no_more_ctas_than_records() -> None:
     problem = simple(500)
     schedule = replace(choose(problem, 8, DEFAULT_TARGET), cluster=2, chunks=1)

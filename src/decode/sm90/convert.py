@@ -65,13 +65,13 @@ class Convert:
         """An A fragment of ones."""
         return [signed(ONES[self.dtype])] * 4
 
-    def factor(self, row: int) -> float:
-        """What sums are multiplied by. ``row``: 0 for g, 1 for g + 8."""
-        if self.tiny:
-            return 2.0**TINY
-        if not row or not self.integer:
-            return 1.0
-        return 1.0 / 16 if self.bytes else ODD_FACTOR[self.dtype]
+    def odd_factor(self) -> float:
+        """What a group's sums of rows g + 8 are multiplied by, beside its scale."""
+        return ODD_FACTOR[self.dtype] if self.integer and not self.bytes else 1.0
+
+    def last_factor(self) -> float:
+        """What complete sums are multiplied by: no scale may overflow for it."""
+        return 2.0**TINY if self.tiny else 1.0
 
     def offset(self, row: int, zero: Any) -> Any:
         """What is too much in a sum, per unit of the activations' sum. ``row``: 0 for g, 1 for g + 8."""

@@ -20,7 +20,14 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from epicute.decode.geometry import span_of, vector_place
-from epicute.decode.sm90.integers import NIBBLES, IntegerActivations, put_pair, quad, summed
+from epicute.decode.sm90.integers import (
+    NIBBLES,
+    IntegerActivations,
+    powers_of,
+    put_pair,
+    quad,
+    summed,
+)
 from epicute.decode.sm90.ptx import (
     fma,
     load_words,
@@ -164,7 +171,7 @@ class IntegerWarpgroupMultiplier(WarpgroupMultiplier):
         both = zeros[0, 0] + 16 * zeros[0, 1]
         for j in range(self.columns):
             for e in range(2):
-                power, total = found[j][2 * e].bitcast(Float32), found[j][2 * e + 1]
+                powers, total = powers_of(found[j][2 * e]), found[j][2 * e + 1]
                 values = []
                 for half, zero in enumerate((zeros[0, 0], both)):
                     at = 4 * j + 2 * half + e
@@ -172,7 +179,8 @@ class IntegerWarpgroupMultiplier(WarpgroupMultiplier):
                     values.append(sums[at] * 256 + low)
                 for half, value in enumerate((values[0], values[1] - values[0])):
                     at = self._register(0, j, 2 * half + e)
-                    self.sums[at] = fma(scales[0, half], value.to(Float32) * power, self.sums[at])
+                    scaled = value.to(Float32) * powers[half]
+                    self.sums[at] = fma(scales[0, half], scaled, self.sums[at])
 
 
 def fragment(words: list[Any]) -> Any:

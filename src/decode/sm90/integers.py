@@ -1,6 +1,6 @@
 """INT4 weights times 16-bit integers: activations with a power of two for each row and span of k. Imports the DSL.
 
-What `mma.sync` of BF16 takes for eight codes, seven instructions that make numbers of them, is one here:
+What `mma.sync` of BF16 takes for eight codes, nine instructions that make numbers of them, is one here:
 
     word of a lane      8 codes: in each byte that of row g below, that of row g + 8 above it, both of one k
     A, row g            word & 0x0F0F0F0F
@@ -34,6 +34,7 @@ __all__ = [
     "NIBBLES",
     "IntegerActivations",
     "IntegerMultiplier",
+    "powers_of",
     "put_pair",
     "quad",
     "summed",
@@ -83,10 +84,10 @@ class IntegerMultiplier(Multiplier):
         for t, j in places:
             for e in range(2):
                 sums = [high[t, j][2 * h + e] * 256 + low[t, j][2 * h + e] for h in range(2)]
-                power = found[j][2 * e].bitcast(Float32)
+                powers = powers_of(found[j][2 * e])
                 for half, value in enumerate((sums[0], sums[1] - sums[0])):
                     at = self._register(t, j, 2 * half + e)
-                    scaled = value.to(Float32) * power
+                    scaled = value.to(Float32) * powers[half]
                     self.sums[at] = fma(scales[t, half], scaled, self.sums[at])
 
     def _vectors(self, x: Any, first: Any) -> list[Any]:
@@ -233,6 +234,12 @@ class IntegerActivations(Activations):
         factor = Int32(inverse).bitcast(Float32)
         lanes = unpack(words, self.problem.dtype)
         return [fma(x, factor, Float32(MAGIC + self.middle)).bitcast(Int32) for x in lanes]
+
+
+def powers_of(bits: Any) -> tuple[Any, Any]:
+    """The power of two of a row and span, and what sums of rows g + 8 take in its place: they are 16 times as large."""
+    power = bits.bitcast(Float32)
+    return power, power * Float32(1.0 / 16)
 
 
 def quad(integers: list[Any], t: int) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ dependent launch as much of it as the ring holds is read while that is still at 
                   read[b]     warps 1-3: the sums may be written over
                   came[b]     in a cluster: one arrive + bytes of the sums of all its CTAs   warps 1-3 -> warps 1-3
                   used[b]     warps 1-3 of every CTA: what has come may be written over; not of the last tiles
-    named         1           consumers, around what they copy of X
+    named         1           consumers, around what they copy of X, and behind what they make integers of
 
     warp 0        |record 0|record 1| ...  as the ring allows, from before ``griddepcontrol.wait`` on; X behind it
     consumers            |record 0|record 1| ... |send|record 0 of the next tile ...
@@ -28,7 +28,7 @@ Where shared memory cannot hold a CTA's share of X, X has a ring too, and severa
     consumers            |tile 0|tile 1|  the next chunk: |tile 0|tile 1| ... |send both| ...
 
 What is not multiplied as it is (gains, integers), and eight rows, consumers copy themselves (``stage``), all of a CTA's
-share or phase by phase, and wait for it.
+share or phase by phase, and wait for it. Integers of `wgmma` they make where TMA has brought X, once for all tiles.
 
 Warps multiply each by itself, or four as a warpgroup (``multiply``, ``warpgroup``): sums stand in the same registers. A
 warpgroup has tiles of its own where several are held, else records in turns.
@@ -225,7 +225,7 @@ class FewRowGemm(Producer):
             self._turn_some(base, m, warp + i * (2 * WARPS), lane, 2)
         if count & 1:
             self._turn_some(base, m, warp + (count - 1) * WARPS, lane, 1)
-        # TMA writes here again, of the next rows.
+        # Products read it by way of the asynchronous proxy, and TMA writes the next rows there.
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=AROUND_X, number_of_threads=CONSUMERS)
 

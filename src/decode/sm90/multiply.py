@@ -228,8 +228,8 @@ class Multiplier:
         for t, half, row in self._rows():
             at = Int32(record) + Int32(self.record.scale_offset(row, index))
             found[t, half] = load_half(native, at)
-            if self.convert.factor(half) != 1.0:
-                found[t, half] = found[t, half] * Float32(self.convert.factor(half))
+            if half and self.convert.odd_factor() != 1.0:
+                found[t, half] = found[t, half] * Float32(self.convert.odd_factor())
         return found
 
     def _finish(self, scales: Any, found: Any, ones: Any, zeros: Any) -> None:
@@ -266,6 +266,8 @@ class Multiplier:
                         self.share, m, feature, self.schedule.rows, self.problem.tile
                     )
                     value = self.sums[self._register(t, j, 2 * half + e)]
+                    if self.convert.last_factor() != 1.0:
+                        value = value * Float32(self.convert.last_factor())
                     store_float(start + Int32(at) * 4, value)
 
     def announce(self, barrier: Any) -> None:
