@@ -4,8 +4,8 @@ table              byte codes by a table of 256 entries, keys and values alike
 natural-k          keys by the table into a tile in shared memory, and back by ldmatrix
 natural-k-nibbles  the same, nibble by nibble without a table, values too
 row-kernel         the new row quantised and stored in front of attention
-registers          weights made exact by a subtraction in registers, where ours corrects sums
-bias-mma           the same by a second product for each
+registers          codes made numbers in registers, where ours makes integers of activations
+bias-mma           codes with their offset, which a second product for each takes back
 fma-attention      attention without tensor cores
 no-rotation        cached rows and queries as they are
 """
@@ -27,10 +27,9 @@ from benchmarks.few_rows import records_of
 from epicute.attention.decode_build import decode_kernel_for
 from epicute.attention.decode_schedule import DecodeSchedule
 from epicute.attention.decode_spec import DecodeSpec
-from epicute.decode import BUCKETS, FewRowsPlan, kernel_for, plan_few_rows
+from epicute.decode import FewRowsPlan, kernel_for, plan_few_rows
 from epicute.decode.model import choose
-from epicute.decode.schedule import bucket_of
-from epicute.decode.spec import FewRowKernel, WeightForm
+from epicute.decode.spec import FewRowKernel, WeightForm, buckets_of
 from epicute.epilogues import Composition
 from epicute.errors import UnsupportedError, require
 from epicute.jit import DEFAULT_TARGET, Target
@@ -88,7 +87,7 @@ def chosen(
     kernels: dict[int, FewRowKernel] = {}
     given = {name: options[name] for name in ("x_dtype", "dtypes") if name in options}
     given["gain"] = options.get("norm_gain", False)
-    for rows in (bucket for bucket in BUCKETS if bucket <= bucket_of(batch)):
+    for rows in buckets_of(FORMAT, batch):
         try:
             kernels[rows] = kernel_for(composition, packed, rows, target=target, **given)
         except UnsupportedError:

@@ -136,6 +136,8 @@ class FewRowSchedule:
         wide: tiles whose sums a CTA holds in registers while it goes once along k, where x is read again for each: x is
             read that many times less. sums: buffers of a tile's partial sums: with two, the sums of a tile are added
             up while those of the next are written.
+        each_lane: whether every lane of a warp arrives where else its first does for all, behind a barrier of the warp:
+            as correct and slower, but all that racecheck of compute-sanitizer follows.
         mma: ``"sync"``, each warp by itself with `mma.sync`, or ``"wgmma"``, two warpgroups with the weights as the
             register operand of `wgmma`, from the same packed bytes.
     """
@@ -148,6 +150,7 @@ class FewRowSchedule:
     conversion: str = "registers"
     evict_first: bool = True
     late: bool = False
+    each_lane: bool = False
     mma: str = "sync"
     wide: int = 1
     sums: int = 1
@@ -230,6 +233,11 @@ class FewRowSchedule:
     def owned(self) -> int:
         """Rows of x whose sums one CTA finishes."""
         return self.rows // self.cluster
+
+    @property
+    def arriving_lanes(self) -> int:
+        """Lanes of a warp that arrive where all of it has."""
+        return WARP if self.each_lane else 1
 
     def __str__(self) -> str:
         return (

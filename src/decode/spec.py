@@ -120,6 +120,7 @@ class FewRowKernel:
                 ("conversion", schedule.conversion),
                 ("evict_first", schedule.evict_first),
                 ("late", schedule.late),
+                ("each_lane", schedule.each_lane),
                 ("mma", schedule.mma),
                 ("wide", (schedule.wide, schedule.sums)),
             ),

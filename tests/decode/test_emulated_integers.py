@@ -99,6 +99,13 @@ def test_rows_of_several_tiles_are_made_in_turn() -> None:
     FewJob(case, 21).emulate(clusters=2, races=True)
 
 
+def test_every_lane_may_arrive() -> None:
+    """As racecheck wants it."""
+    case = in_place(Few(compose(Store(FP32)), 200, 1000, rows=16), 2)
+    case = replace(case, changes=(*case.changes, ("each_lane", True), ("sums", 2)))
+    FewJob(case, 20).emulate(clusters=2, races=True)
+
+
 def test_fp16_where_tma_has_brought_them() -> None:
     case = in_place(Few(compose(Store(FP32)), 72, 1000, rows=16, x_dtype=FP16))
     FewJob(case, 16).emulate(races=True)

@@ -129,7 +129,7 @@ class Finishers:
             arrivals = base + self.shared.arrivals + come * self.shared.arrival
             self.exchange.send(sums, arrivals, came, walk.rank, thread - 32)
             cute.arch.sync_warp()
-            arrive(self._read(base, count), Int32(thread % 32 == 0))
+            arrive(self._read(base, count), Int32(thread % 32 < self.schedule.arriving_lanes))
             turn[2] = count + 1
 
     @cute.jit
@@ -190,7 +190,7 @@ class Finishers:
             there = remote(self._used(base, count), cutlass.min(lane, self.cluster - 1))
             arrive_remote(there, Int32((lane < self.cluster) & awaited))
         else:
-            arrive(self._read(base, count), Int32(lane == 0))
+            arrive(self._read(base, count), Int32(lane < self.schedule.arriving_lanes))
 
     @cute.jit
     def _task(self, arguments, base, walk, state, count, m, tile, task, lane) -> None:
@@ -210,4 +210,4 @@ class Finishers:
         self.driver.finish(sums, found, tile % parts, (first, row, lane))
         cute.arch.sync_warp()
         if cutlass.const_expr(self.staged):
-            arrive(self._taken(base, buffer), Int32(lane == 0))
+            arrive(self._taken(base, buffer), Int32(lane < self.schedule.arriving_lanes))

@@ -146,8 +146,10 @@ class FewRowGemm(Producer):
             for slot in cutlass.range_constexpr(slots):
                 cute.arch.mbarrier_init(barrier_at(self._full(base, slot)), 1)
                 cute.arch.mbarrier_init(barrier_at(self._empty(base, slot)), WARPS)
-            counts = [c for c in (STAGERS, self.tasks) for _ in range(STAGED)]
-            counts += [c for c in (WARPS, FINISHERS) for _ in range(self.schedule.sums)]
+            lanes = self.schedule.arriving_lanes
+            counts = [c for c in (STAGERS, self.tasks * lanes) for _ in range(STAGED)]
+            both = (WARPS * lanes, FINISHERS * lanes)
+            counts += [c for c in both for _ in range(self.schedule.sums)]
             both = (1, FINISHERS * self.cluster)
             counts += [c for c in both for _ in range(self.shared.arriving)]
             chunks = self.schedule.chunks * self.direct

@@ -273,4 +273,4 @@ class Multiplier:
     def announce(self, barrier: Any) -> None:
         """Tell whoever adds a tile's sums up that this warp's are there."""
         cute.arch.sync_warp()
-        arrive(barrier, Int32(self.lane == 0))
+        arrive(barrier, Int32(self.lane < self.schedule.arriving_lanes))
