@@ -53,15 +53,15 @@ PAPER = (
 )
 
 PROTOCOL = (
-    ". A call is a step of one layer of a model, or its four projections; at least four layers in turn, each with its "
-    "own weights and cache. Requests have pages of 64 tokens of their own in a random order; INT4 weights have groups "
-    "of 128, the INT4 cache is rotated. A peer is our step with one thing replaced: table, keys and values by a table "
-    "of 256 byte codes; natural-k, keys by the table into a tile in shared memory and back; natural-k-nibbles, that "
-    "nibble by nibble without a table, values too; row-kernel, the new row quantised by a kernel before attention; "
-    "registers, codes made numbers where ours makes integers of activations; bias-mma, codes with their offset, which "
-    "a second product for each takes back (by mma.sync where ours takes wgmma); fma-attention, attention without tensor "
-    "cores; no-rotation, cached rows as they are. skinny: BF16 projections from row-major weights. All are checked as ours is, in result, attention's "
-    "output and stored row"
+    ". A call is a step of one layer of a model, or its four projections; at least four layers in turn, each with "
+    "its own weights and cache. Requests have pages of 64 tokens of their own in a random order; INT4 weights have "
+    "groups of 128, the INT4 cache is rotated. A peer is our step with one thing replaced: table, keys and values "
+    "by a table of 256 byte codes; natural-k, keys by the table into a tile in shared memory and back; "
+    "natural-k-nibbles, that nibble by nibble without a table, values too; row-kernel, the new row quantised by a "
+    "kernel before attention; registers, codes made numbers where ours makes integers of activations; bias-mma, "
+    "codes with their offset, which a second product for each takes back (by mma.sync where ours takes wgmma); "
+    "fma-attention, attention without tensor cores; no-rotation, cached rows as they are. skinny: BF16 projections "
+    "from row-major weights. All are checked as ours is, in result, attention's output and stored row"
 )
 
 FLOOR = (
