@@ -14,8 +14,7 @@ class Part:
     Attributes:
         says: what it is.
         modules: where it lives.
-        needs: what it needs to do its work: ``CPU``, ``Linux`` (compiles, no GPU), ``sm_90a``, or ``whole`` (sm_90a,
-            made of parts that have GPU tests and itself without one).
+        needs: what it needs to do its work: ``CPU``, ``Linux`` (compiles, no GPU) or ``sm_90a``.
         tests: folders or files whose GPU tests cover it; none where no GPU is involved.
     """
 
@@ -112,7 +111,13 @@ PARTS = (
     Part(
         "The same models on a GPU: prefill, and steps from token to token in one graph",
         ("epicute.models",),
-        "whole",
+        "sm_90a",
+        (
+            "tests/models/test_gpu_llama.py",
+            "tests/models/test_gpu_decode_model.py",
+            "tests/models/test_gpu_decode_mirror.py",
+            "tests/models/test_gpu_perplexity.py",
+        ),
     ),
     Part(
         "The same on a CPU over INT4 and QK4PV8 caches, smoothed or not",

@@ -107,7 +107,6 @@ WORKS = {
     "CPU": "works on any machine; tested on the CPU",
     "Linux": "works on Linux; tested without a GPU",
     "sm_90a": "compiles for sm_90a and is tested so",
-    "whole": "compiles for sm_90a; tested with its kernels' PTX run on the CPU, no run of its GPU tests recorded yet",
 }
 
 

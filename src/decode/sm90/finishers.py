@@ -88,6 +88,10 @@ class Finishers:
             return base
         return base + count % self.schedule.sums * self.shared.exchange
 
+    def _arrive(self, barrier: Any, lane: Any) -> None:
+        """Arrive for a warp, behind a barrier of it."""
+        arrive(barrier, Int32(lane < self.schedule.arriving_lanes))
+
     @cute.jit
     def _finish_all(self, arguments, base, walk, thread) -> None:
         """Stage the operands of every tile, one ahead, and run this warp's part of every epilogue.
@@ -129,7 +133,7 @@ class Finishers:
             arrivals = base + self.shared.arrivals + come * self.shared.arrival
             self.exchange.send(sums, arrivals, came, walk.rank, thread - 32)
             cute.arch.sync_warp()
-            arrive(self._read(base, count), Int32(thread % 32 < self.schedule.arriving_lanes))
+            self._arrive(self._read(base, count), thread % 32)
             turn[2] = count + 1
 
     @cute.jit
@@ -190,7 +194,7 @@ class Finishers:
             there = remote(self._used(base, count), cutlass.min(lane, self.cluster - 1))
             arrive_remote(there, Int32((lane < self.cluster) & awaited))
         else:
-            arrive(self._read(base, count), Int32(lane < self.schedule.arriving_lanes))
+            self._arrive(self._read(base, count), lane)
 
     @cute.jit
     def _task(self, arguments, base, walk, state, count, m, tile, task, lane) -> None:
@@ -210,4 +214,4 @@ class Finishers:
         self.driver.finish(sums, found, tile % parts, (first, row, lane))
         cute.arch.sync_warp()
         if cutlass.const_expr(self.staged):
-            arrive(self._taken(base, buffer), Int32(lane < self.schedule.arriving_lanes))
+            self._arrive(self._taken(base, buffer), lane)

@@ -52,7 +52,7 @@ from epicute.decode.sm90.integer_warpgroup import IntegerWarpgroupMultiplier, Tu
 from epicute.decode.sm90.integers import IntegerActivations, IntegerMultiplier
 from epicute.decode.sm90.multiply import Multiplier
 from epicute.decode.sm90.produce import PARITY, SLOT, X_PARITY, X_SLOT, Producer
-from epicute.decode.sm90.ptx import arrive, barrier_at
+from epicute.decode.sm90.ptx import barrier_at
 from epicute.decode.sm90.stage import Activations
 from epicute.decode.sm90.warpgroup import WarpgroupMultiplier
 from epicute.decode.spec import FewRowSpec
@@ -142,18 +142,17 @@ class FewRowGemm(Producer):
     def _open(self, base, thread) -> None:
         """Set the barriers up, so that all of the cluster see them."""
         if thread == 0:
-            slots = self.schedule.slots
+            slots, lanes = self.schedule.slots, self.schedule.arriving_lanes
             for slot in cutlass.range_constexpr(slots):
                 cute.arch.mbarrier_init(barrier_at(self._full(base, slot)), 1)
-                cute.arch.mbarrier_init(barrier_at(self._empty(base, slot)), WARPS)
-            lanes = self.schedule.arriving_lanes
+                cute.arch.mbarrier_init(barrier_at(self._empty(base, slot)), WARPS * lanes)
             counts = [c for c in (STAGERS, self.tasks * lanes) for _ in range(STAGED)]
             both = (WARPS * lanes, FINISHERS * lanes)
             counts += [c for c in both for _ in range(self.schedule.sums)]
             both = (1, FINISHERS * self.cluster)
             counts += [c for c in both for _ in range(self.shared.arriving)]
             chunks = self.schedule.chunks * self.direct
-            counts += [c for c in (1, WARPS) for _ in range(chunks)]
+            counts += [c for c in (1, WARPS * lanes) for _ in range(chunks)]
             for i in cutlass.range_constexpr(len(counts)):
                 cute.arch.mbarrier_init(barrier_at(self._other(base, i)), counts[i])
         cute.arch.mbarrier_init_fence()
@@ -189,7 +188,7 @@ class FewRowGemm(Producer):
                     turn[TILE] = turn[TILE] + 1
             if cutlass.const_expr(self.resident and self.direct):
                 for chunk in cutlass.range(walk.chunks * self.pieces, unroll=1):
-                    arrive(self._x_empty(base, chunk), Int32(lane == 0))
+                    self._arrive(self._x_empty(base, chunk), lane)
 
     @cute.jit
     def _prefetch(self, arguments, walk, thread) -> None:
@@ -306,7 +305,7 @@ class FewRowGemm(Producer):
         """The activations of a phase may be written over."""
         if cutlass.const_expr(self.direct):
             cute.arch.sync_warp()
-            arrive(self._x_empty(base, turn[X_SLOT]), Int32(multiplier.lane == 0))
+            self._arrive(self._x_empty(base, turn[X_SLOT]), multiplier.lane)
             self._next(turn, X_SLOT, self.schedule.chunks)
 
     @cute.jit
@@ -372,7 +371,7 @@ class FewRowGemm(Producer):
         self.multiplier.run(multiplier, at, x, which, piece)
         cute.arch.sync_warp()
         if cutlass.const_expr(piece == self.pieces - 1):
-            arrive(self._empty(base, slot), Int32(multiplier.lane == 0))
+            self._arrive(self._empty(base, slot), multiplier.lane)
             self._next(turn, SLOT, self.schedule.slots)
 
     @cute.jit
@@ -382,5 +381,5 @@ class FewRowGemm(Producer):
             slot = turn[SLOT]
             cute.arch.mbarrier_wait(barrier_at(self._full(base, slot)), turn[PARITY])
             cute.arch.sync_warp()
-            arrive(self._empty(base, slot), Int32(multiplier.lane == 0))
+            self._arrive(self._empty(base, slot), multiplier.lane)
             self._next(turn, SLOT, self.schedule.slots)
