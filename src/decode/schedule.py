@@ -288,7 +288,6 @@ class Shared:
         """Chunks of x that go with a record: two where so many rows of it are so large that few whole ones fit."""
         record, schedule = self.problem.record, self.schedule
         wanted = schedule.mma == "wgmma" and schedule.rows == BUCKETS[-1] and schedule.wide == 1
-        wanted = wanted and schedule.conversion != "integers"
         alone = record.group == 0 or record.depth // 2 % record.group == 0  # not one scale for all
         return 2 if self.direct and wanted and alone and record.blocks % 2 == 0 else 1
 

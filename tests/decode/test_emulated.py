@@ -46,7 +46,7 @@ def formed(mma: str, **changes: Any) -> tuple[tuple[str, Any], ...]:
 @pytest.mark.parametrize("group", [32, 64, 128, CHANNEL])
 @pytest.mark.parametrize("conversion", CONVERSIONS)
 def test_iw_04_iw_06_int4_in_every_way(group: int, conversion: str) -> None:
-    """Every two of conversion, group, zero points and dtype of x (all four of them on a GPU)."""
+    """Every two of conversion, group, zero points and dtype of x (more of them on a GPU)."""
     zeros = (CONVERSIONS.index(conversion) + (32, 64, 128, CHANNEL).index(group)) % 2 == 0
     x_dtype = FP16 if zeros == (group in (32, 128)) else BF16
     scale = BF16 if group == 64 else FP16

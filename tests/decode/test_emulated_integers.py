@@ -136,9 +136,8 @@ def test_every_size_of_activations_in_place(power: int) -> None:
     generator = torch.Generator().manual_seed(2)
     made.x.copy_(torch.randint(-2, 3, made.x.shape, generator=generator).float() * 2.0**power)
     if power == -133:  # below what a span's power of two can hold
-        kept = made.x.double()
         made.sums = lambda: torch.zeros(9, 72, dtype=torch.float64)  # type: ignore[method-assign]
-        assert kept.abs().max() > 0
+        assert made.x.abs().max() > 0
     made.emulate()
 
 

@@ -134,34 +134,39 @@ def wgmma(
     ``descriptor``: the low word of b's. The result may be given to the next product; it may be read behind
     ``wgmma_wait``.
     """
-    kind, count = KINDS[dtype], columns // 2
-    tied = [] if c is None else [str(i) for i in range(count)]
-    first = count + len(tied)
-    d = ", ".join(f"${i}" for i in range(count))
-    text = (
-        f"{{ .reg .pred p; setp.ne.b32 p, {int(c is not None)}, 0; "
-        f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} {{{d}}}, "
-        f"{{${first}, ${first + 1}, ${first + 2}, ${first + 3}}}, ${first + 4}, p, 1, 1, 0; }}"
-    )
-    constraints = ",".join(["=f"] * count + tied + ["r"] * 4 + ["l"])
-    whole = Int64(Uint32(descriptor)) | Int64(SWIZZLED)
-    return _several(text, constraints, [Float32] * count, [*(c or []), *a, whole])
+    kind = KINDS[dtype]
+    shape = f"m64n{columns}k16.f32.{kind}.{kind}"
+    return _begin(shape, ", 1, 1, 0", Float32, a, descriptor, columns, c)
 
 
 def wgmma_bytes(a: list[Any], descriptor: Any, columns: int, c: list[Any] | None) -> list[Any]:
     """The same of one m64nNk32 in 32-bit integers: of unsigned bytes ``a`` and signed bytes ``b``."""
+    return _begin(f"m64n{columns}k32.s32.u8.s8", "", Int32, a, descriptor, columns, c)
+
+
+def _begin(
+    shape: str,
+    modes: str,
+    result: Any,
+    a: list[Any],
+    descriptor: Any,
+    columns: int,
+    c: list[Any] | None,
+) -> list[Any]:
+    """Begin one product with sums of type ``result``. ``modes``: signs and orders, where its kind has them."""
     count = columns // 2
     tied = [] if c is None else [str(i) for i in range(count)]
     first = count + len(tied)
     d = ", ".join(f"${i}" for i in range(count))
     text = (
         f"{{ .reg .pred p; setp.ne.b32 p, {int(c is not None)}, 0; "
-        f"wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.u8.s8 {{{d}}}, "
-        f"{{${first}, ${first + 1}, ${first + 2}, ${first + 3}}}, ${first + 4}, p; }}"
+        f"wgmma.mma_async.sync.aligned.{shape} {{{d}}}, "
+        f"{{${first}, ${first + 1}, ${first + 2}, ${first + 3}}}, ${first + 4}, p{modes}; }}"
     )
-    constraints = ",".join(["=r"] * count + tied + ["r"] * 4 + ["l"])
+    register = "=f" if result is Float32 else "=r"
+    constraints = ",".join([register] * count + tied + ["r"] * 4 + ["l"])
     whole = Int64(Uint32(descriptor)) | Int64(SWIZZLED)
-    return _several(text, constraints, [Int32] * count, [*(c or []), *a, whole])
+    return _several(text, constraints, [result] * count, [*(c or []), *a, whole])
 
 
 def wgmma_fence(a: list[Any], c: list[Any] | None) -> tuple[list[Any], list[Any] | None]:

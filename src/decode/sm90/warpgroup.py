@@ -5,7 +5,7 @@ Warp w of the four has row tile w of the record, in the registers in which `mma.
 
     convert block 0 | begin, convert block 1 meanwhile | wait for what was before | begin, convert block 2 meanwhile ...
 
-A block's four products take 4 · 14 to 4 · 32 clocks (8 to 64 rows of x), the conversion of the next about 80: two
+A block's four products take 4 · 14 to 4 · 32 clocks (8 to 64 rows of x), meanwhile the next is converted: two
 blocks' registers of A are as many as are ever alive. All products are awaited at a record's end, while the other
 warpgroup keeps the tensor cores busy. Tried and gone: a step's conversion between two products, which the assembler
 does not take apart better by itself, and puts a `WARPGROUP.ARRIVE` in front of each product for.
